@@ -1,0 +1,257 @@
+"""The `helix` command. Every command takes ``--config FILE``, ``--set key.path=value`` and ``--json``.
+
+The scripts under launch/ call the same commands under the `deepspeed` launcher. Errors raised on purpose are printed as
+one message without a traceback (``--debug`` shows it), on the first rank of each node only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+from helix.config import RunConfig, launch_env, load_config
+from helix.errors import ConfigError, HelixError
+
+if TYPE_CHECKING:
+    from helix.engine.engine import Engine
+    from helix.engine.outputs import Output
+    from helix.engine.sampling import SamplingParams
+    from helix.verify import Report
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None
+)
+
+ConfigOption = Annotated[Path, typer.Option("--config", help="YAML file of the run.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: key.path=value. Repeatable.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logging.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the `helix` script and of the scripts under launch/."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False)],
+    )
+    if not debug:
+        for noisy in ("DeepSpeed", "torch", "transformers"):
+            logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        app(given, standalone_mode=True)
+    except HelixError as error:
+        if debug:
+            traceback.print_exc()
+        if _speaks():
+            print(f"helix: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        if _speaks():
+            print("helix: interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def _speaks() -> bool:
+    """Whether this process prints errors: every rank of a node meets the same ones, so its first rank is enough."""
+    try:
+        env = launch_env()
+    except ConfigError:
+        return True
+    return env is None or env.local_rank == 0
+
+
+@app.command()
+def generate(
+    config: ConfigOption,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Prompt text. Repeatable.")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a chat message.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string. Repeatable.")] = None,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Answer prompts; one prompt is streamed as its tokens come, several are batched."""
+    from helix.engine.sampling import SamplingParams
+
+    run = load_config(config, set_ or [])
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    texts = prompt or [sys.stdin.read()]
+    with _open_engine(run) as engine:
+        chat = not raw and engine.has_chat_template
+        prompts: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
+        if len(prompts) == 1 and not json_:
+            _print_stream(engine, prompts[0], params)
+        else:
+            _print_outputs(engine.generate(prompts, params), engine, json_)
+
+
+def _open_engine(run: RunConfig) -> Engine:
+    """An engine for `run`, with a progress bar while it loads where someone is watching."""
+    from helix.config import config_to_dict
+    from helix.engine.engine import Engine
+
+    env = launch_env()
+    console = Console(stderr=True)
+    if not console.is_terminal or (env is not None and env.rank != 0):
+        return Engine(config_to_dict(run))
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[name]}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, name="")
+        return Engine(
+            config_to_dict(run), progress=lambda name, num_bytes: bar.update(task, advance=num_bytes, name=name)
+        )
+
+
+def _print_stream(engine: Engine, prompt: Any, params: SamplingParams) -> None:
+    generation = engine.stream(prompt, params)
+    for piece in generation:
+        print(piece.text, end="", flush=True)
+    print()
+    print(_summary(engine, [generation.output()]), flush=True)
+
+
+def _print_outputs(outputs: list[Output], engine: Engine, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"layout": str(engine.layout), "outputs": [asdict(one) for one in outputs]}))
+        return
+    for output in outputs:
+        print(output.text)
+        print("---")
+    print(_summary(engine, outputs), flush=True)
+
+
+def _summary(engine: Engine, outputs: list[Output]) -> str:
+    tokens = sum(one.timing.num_tokens for one in outputs)
+    total = max(one.timing.total_s for one in outputs)
+    first = min(one.timing.first_token_s for one in outputs)
+    ttl = sum(one.timing.ttl_s for one in outputs) / len(outputs)
+    return (
+        f"layout {engine.layout} | {tokens} tokens | time to first token {first * 1e3:.0f} ms | "
+        f"TTL {ttl * 1e3:.1f} ms | {tokens / total if total else 0.0:.1f} tokens/s"
+    )
+
+
+@app.command()
+def check(
+    config: ConfigOption,
+    num_ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks to check for (default: kvp x tpa).")] = None,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Validate a config and print its layout, groups, bytes a rank and capacity. Starts nothing, reads no weights."""
+    from helix.check import check as run_check
+
+    found = run_check(load_config(config, set_ or []), num_ranks)
+    if json_:
+        fields = {
+            name: getattr(found, name)
+            for name in found.__dataclass_fields__
+            if name not in ("spec", "layout")
+        }
+        print(json.dumps({"layout": asdict(found.layout), "groups": found.groups(), **fields}))
+        return
+    console = Console()
+    spec = found.spec
+    console.print(
+        f"{spec.model_type}: {spec.num_layers} layers, {spec.num_heads} query and {spec.num_kv_heads} KV heads, {found.dtype}"
+    )
+    console.print(f"layout {found.layout} on {found.layout.num_ranks} ranks, {found.padded_heads} padded query heads")
+    table = Table("axis", "groups of ranks")
+    for axis, groups in found.groups().items():
+        table.add_row(axis, " ".join(str(list(ranks)) for ranks in groups))
+    console.print(table)
+    low, high = min(found.weights_bytes), max(found.weights_bytes)
+    console.print(f"weights a rank   {_bytes(high)}" + (f" (smallest {_bytes(low)})" if low != high else ""))
+    console.print(f"KV a rank        {found.kv_bytes_per_token:.0f} B for each token of a sequence")
+    console.print(
+        f"capacity         {found.capacity_tokens} tokens: {found.num_page_rows} page rows (from {found.page_rows_from}), "
+        f"{_bytes(found.num_page_rows * found.page_row_bytes)} a rank"
+    )
+    console.print(f"longest context  {found.max_context} tokens")
+
+
+@app.command()
+def verify(
+    config: ConfigOption,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Prompt text. Repeatable.")] = None,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="Greedy tokens compared for each prompt.")] = 32,
+    tolerance: Annotated[float | None, typer.Option(help="Bound on a logit's absolute error (default by dtype).")] = None,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare the configured layout with one unsharded rank on the same weights; exit code 1 where they differ."""
+    from helix.verify import verify as run_verify
+
+    run = load_config(config, set_ or [])
+    report = run_verify(run, prompt or list(_VERIFY_PROMPTS), num_tokens, tolerance)
+    if json_:
+        print(json.dumps({**asdict(report), "exact": report.exact, "first_layer": report.first_layer}))
+    else:
+        _print_report(report)
+    if not report.exact:
+        raise typer.Exit(1)
+
+
+_VERIFY_PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village at the foot of a mountain, there lived an old clockmaker who",
+    "1",
+)
+
+
+def _print_report(report: Report) -> None:
+    table = Table("prompt tokens", "max |error|", "mean |error|", "equal greedy tokens", "first layer that differs")
+    for one in report.prompts:
+        layer = "none" if one.first_layer is None else "embedding" if one.first_layer < 0 else str(one.first_layer)
+        table.add_row(
+            str(one.num_tokens),
+            f"{one.max_error:.2e}",
+            f"{one.mean_error:.2e}",
+            f"{one.equal_tokens}/{one.checked_tokens}",
+            layer,
+        )
+    Console().print(table)
+    verdict = "exact" if report.exact else "DIFFERS"
+    print(
+        f"{verdict}: layout {report.layout} against one rank, {report.dtype}, max error {report.max_error:.2e}, "
+        f"tolerance {report.tolerance:.0e}"
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

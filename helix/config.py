@@ -1,0 +1,590 @@
+"""`RunConfig`: what a person asks for, read from YAML, keyword arguments and ``key.path=value`` overrides.
+
+Owns the names, types, ranges and defaults of every setting, and the wording of every complaint about them; also the
+only reader of the environment (`launch_env`). Values stay as given ("auto" included): whoever knows the model and the
+machine resolves them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from helix.errors import ConfigError
+
+_MAX_FILE_BYTES: Final = 1 << 20  # a larger "config" is a weight file or a device, and must not be read whole
+_MAX_SHOWN: Final = 80  # characters of a wrong value that a message repeats
+_NUMBER_TAGS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_KIND_WORDS: Final[Mapping[str, str]] = {"string": "text", "boolean": "true or false", "null": "null"}
+_UNITS: Final[Mapping[str, int]] = {"K": 1 << 10, "M": 1 << 20}
+_DTYPE_ALIASES: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _dtype_name(value: object) -> object:
+    return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def _switch_name(value: object) -> object:
+    """YAML 1.1 reads a bare ``on`` or ``off`` as a boolean; give the word back."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _token_count(value: object) -> object:
+    """``128K`` -> 131072, ``1M`` -> 1048576; anything else unchanged."""
+    match = re.fullmatch(r"([0-9]{1,12})([KM])", value, re.IGNORECASE) if isinstance(value, str) else None
+    return int(match[1]) * _UNITS[match[2].upper()] if match else value
+
+
+# Token, page and layer counts end up in int32 index tensors, hence the upper limit.
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Text = Annotated[str, Field(min_length=1)]
+DTypeName = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_dtype_name)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(_Section):
+    """Which model: a checkpoint directory (`path`) or a model card (`card`), exactly one of them."""
+
+    path: Text | None = None
+    card: Text | None = None
+    dtype: DTypeName = "auto"
+    load: Literal["safetensors", "dummy"] = "safetensors"
+    num_layers: Count | None = None
+    keep_fp8: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.card is None):
+            have = "both are given" if self.path else "neither is given"
+            raise ValueError(f"set exactly one of path (a checkpoint directory) and card (a model card); {have}")
+        if self.num_layers is not None and self.load != "dummy":
+            raise ValueError(f"num_layers={self.num_layers} needs load: dummy; a real checkpoint runs all its layers")
+        return self
+
+
+class LayoutConfig(_Section):
+    """The sizes of a layout that were given; `helix.layout.with_defaults` completes `sizes()` once N is known."""
+
+    kvp: Count | None = None
+    tpa: Count | None = None
+    tpf: Count | None = None
+    ep: Count | None = None
+    duplicate_kv: bool = False
+
+    def sizes(self) -> dict[str, int | bool]:
+        """What was given, without what was not."""
+        return self.model_dump(exclude_defaults=True)
+
+
+class CacheConfig(_Section):
+    """The paged KV cache; `memory_fraction` is the part of a device's memory that Helix may use."""
+
+    page_tokens: Count = 64
+    num_page_rows: Literal["auto"] | Count = "auto"
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    dtype: DTypeName = "auto"
+    prefix_reuse: bool = True
+
+
+class CommConfig(_Section):
+    """How ranks exchange; `overlap` is the number of chunks of the batch, or off for the lockstep order."""
+
+    transport: Literal["auto", "collective", "symmetric"] = "auto"
+    merge: Literal["a2a", "ag_rs"] = "a2a"
+    overlap: Annotated[Literal["auto", "off"] | Count, BeforeValidator(_switch_name)] = "auto"
+    query: Literal["auto", "replicate", "gather"] = "auto"
+    exchange_space: Literal["auto", "latent", "value"] = "auto"
+    dispatch: Literal["auto", "local", "alltoall"] = "auto"
+
+
+class EngineConfig(_Section):
+    """The step loop. `stall_timeout_s` stays below the 30 s within which every rank has ended after a fault."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_batch: Count = 64
+    max_context: Annotated[
+        Literal["auto"] | Count, BeforeValidator(_token_count), Field(description="also as 128K or 1M")
+    ] = "auto"
+    prefill_chunk: Count = 2048
+    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_name)] = "auto"
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    check_schedule: bool = False
+    stall_timeout_s: float = Field(default=20.0, gt=0, le=28)
+
+
+class ServerConfig(_Section):
+    """The HTTP server. `api_key` is kept out of repr and of error messages."""
+
+    host: Text = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    api_key: Text | None = Field(default=None, repr=False, json_schema_extra={"writeOnly": True})
+
+
+class RunConfig(_Section):
+    """All settings of one engine: immutable, hashable, picklable. Made by `load_config` or `make_config`."""
+
+    model: ModelConfig
+    layout: Literal["auto"] | LayoutConfig = "auto"
+    cache: CacheConfig = CacheConfig()
+    comm: CommConfig = CommConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+    @field_validator("layout", mode="after")
+    @classmethod
+    def _no_sizes_is_auto(cls, value: Literal["auto"] | LayoutConfig) -> Literal["auto"] | LayoutConfig:
+        return value if isinstance(value, LayoutConfig) and value.sizes() else "auto"
+
+
+_SECTIONS: Final[Mapping[str, type[_Section]]] = {
+    "model": ModelConfig,
+    "layout": LayoutConfig,
+    "cache": CacheConfig,
+    "comm": CommConfig,
+    "engine": EngineConfig,
+    "server": ServerConfig,
+}
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in the YAML file at `path`, with ``section.key=value`` overrides on top; the last one wins.
+
+    A relative ``model.path`` in the file is looked for in the current directory, then in the file's directory, then in
+    that directory's parent; where it is in none of them it stays as written. Raises `ConfigError`.
+    """
+    name = os.fsdecode(path)
+    return _build([_read_file(name), parse_overrides(overrides)], _origin(name, overridden=bool(overrides)))
+
+
+def make_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None, **sections: object) -> RunConfig:
+    """A config from a YAML file or a mapping, and from section keyword arguments that override it key by key.
+
+    Each section takes a mapping, or None for "not given". `layout` also takes ``"auto"``; `model` also takes a string:
+    the path of a directory, or else the name of a model card. Naming one of ``model.path`` and ``model.card`` replaces
+    the other. Raises `ConfigError`.
+    """
+    layers, origin = [], ""
+    if isinstance(source, Mapping):
+        layers.append(_place_model(source))
+    elif isinstance(source, (str, os.PathLike)):
+        name = os.fsdecode(source)
+        layers.append(_read_file(name))
+        origin = _origin(name, overridden=any(section is not None for section in sections.values()))
+    elif source is not None:
+        raise ConfigError(f"a config is a YAML file's path or a mapping, not {_show(source)}")
+    return _build([*layers, _place_model(sections)], origin)
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """``["cache.page_tokens=16"]`` -> ``{"cache": {"page_tokens": 16}}``; each value is read as YAML."""
+    layer: dict[Any, Any] = {}
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        dotted = dotted.strip()
+        keys = dotted.split(".")
+        origin = f"override {_origin(dotted)}"
+        if not equals or not all(keys):
+            raise ConfigError(f"{origin} is not of the form key.path=value, such as cache.page_tokens=16")
+        value = _parse_yaml(text, origin)
+        if value is None and len(keys) == 1:
+            raise ConfigError(f"{origin} has no value; write {dotted}=value or {dotted}.key=value")
+        for key in reversed(keys[1:]):
+            value = {key: value}
+        layer = _merge(layer, _place_model({keys[0]: value}))
+    return layer
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain mappings, strings and numbers; `make_config` of it is `config` again. Holds ``server.api_key``."""
+    tree = config.model_dump(mode="python")
+    if isinstance(config.layout, LayoutConfig):
+        tree["layout"] = config.layout.sizes()
+    return tree
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """`config` as a YAML file that `load_config` reads back to the same value. Holds ``server.api_key``."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False)
+
+
+_LAUNCH_NAMES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnv:
+    """What the launcher told this process: its place among the ranks, and where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    master_addr: str
+    master_port: int
+
+
+def launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv | None:
+    """The launcher's variables from `environ` (default: the process environment), or None in a plain process.
+
+    A process counts as launched when RANK, WORLD_SIZE or LOCAL_RANK is set; then all are needed. MASTER_ADDR and
+    MASTER_PORT alone do not count: shells and clusters export them for other reasons. Raises `ConfigError`.
+    """
+    source = os.environ if environ is None else environ
+    env = {name: source.get(name, "").strip() for name in _LAUNCH_NAMES}
+    if not (env["RANK"] or env["WORLD_SIZE"] or env["LOCAL_RANK"]):
+        return None
+    env["LOCAL_SIZE"] = env["LOCAL_SIZE"] or source.get("LOCAL_WORLD_SIZE", "").strip()
+    missing = [name for name in _LAUNCH_NAMES if not env[name]]
+    if missing:
+        found = ", ".join(name for name in _LAUNCH_NAMES if env[name])
+        raise ConfigError(
+            f"environment variable {', '.join(missing)} is not set although {found} is; "
+            "start the ranks with `deepspeed`, or unset them to run in a plain process"
+        )
+
+    def number(name: str, low: int, high: int) -> int:
+        text = env[name]
+        if not re.fullmatch(r"-?[0-9]{1,9}", text) or not low <= int(text) <= high:
+            raise ConfigError(
+                f"environment variable {name}={_show(text)} must be a whole number from {low} to {high}; "
+                "the `deepspeed` launcher sets it"
+            )
+        return int(text)
+
+    world_size = number("WORLD_SIZE", 1, 10**6)
+    local_size = number("LOCAL_SIZE", 1, world_size)
+    return LaunchEnv(
+        rank=number("RANK", 0, world_size - 1),
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", 0, local_size - 1),
+        local_size=local_size,
+        master_addr=env["MASTER_ADDR"],
+        master_port=number("MASTER_PORT", 1, 65535),
+    )
+
+
+# ---- layers: a file, then overrides or keyword arguments ----
+
+
+def _merge(base: Mapping[Any, Any], layer: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`layer` over `base`, section by section and key by key; a section that is None says nothing."""
+    merged = dict(base)
+    for name, section in layer.items():
+        below = merged.get(name)
+        if section is None:
+            merged.setdefault(name, None)
+        elif isinstance(section, Mapping) and isinstance(below, Mapping):
+            chosen = [key for key in ("path", "card") if name == "model" and section.get(key) is not None]
+            kept = {key: value for key, value in below.items() if not chosen or key not in ("path", "card")}
+            merged[name] = {**kept, **section}
+        else:
+            merged[name] = section
+    return merged
+
+
+def _place_model(layer: Mapping[Any, Any], directories: Sequence[str] = ("",)) -> dict[Any, Any]:
+    """`layer` with its model section as a mapping, and ``model.path`` found in the first of `directories` it is in."""
+    placed = dict(layer)
+    model = placed.get("model")
+    if isinstance(model, os.PathLike):
+        model = {"path": model}
+    if isinstance(model, str):
+        found = _find_path(model, directories)
+        is_path = os.path.isdir(found) or os.sep in model or model.startswith((".", "~"))
+        placed["model"] = {"path": found} if is_path else {"card": model}
+    elif isinstance(model, Mapping) and isinstance(model.get("path"), (str, os.PathLike)):
+        placed["model"] = {**model, "path": _find_path(os.fsdecode(model["path"]), directories)}
+    return placed
+
+
+def _find_path(text: str, directories: Sequence[str]) -> str:
+    if not text:
+        return text
+    try:
+        text = os.path.expanduser(text)
+    except ValueError:  # a NUL byte or a lone surrogate behind "~": no such directory, as the loader will say
+        return text
+    candidates = (os.path.join(directory, text) for directory in directories)
+    return next((candidate for candidate in candidates if os.path.exists(candidate)), text)
+
+
+def _origin(name: str, *, overridden: bool = False) -> str:
+    return (name if name and name.isprintable() else _show(name)) + (" with overrides" if overridden else "")
+
+
+# ---- reading YAML ----
+
+
+def _parse_yaml(text: str, origin: str) -> object:
+    """The one document in `text` through PyYAML's safe loader, which builds plain values and runs no code."""
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        traps = _yaml_traps(root)
+        if traps:
+            raise ConfigError("\n".join(f"{origin}, {trap}" for trap in traps))
+        return None if root is None else loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{origin}, {_syntax_problem(text, error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: not a text file: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{origin}: nested too deeply") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # PyYAML lets its own conversions fail like this, for instance on the date 2024-13-45 or on `!!bool maybe`.
+        raise ConfigError(f"{origin}: a value cannot be read ({error}); put it in quotes if it is text") from error
+
+
+def _yaml_traps(root: yaml.Node | None) -> list[str]:
+    """What YAML takes in silence and nobody means: a key given twice, numbers such as ``010`` (8) and ``1:30`` (90)."""
+    traps: list[tuple[int, str]] = []
+    todo, seen = [root] if root else [], set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            todo += [one for pair in node.value for one in pair]
+            traps += _duplicate_keys(node)
+        elif isinstance(node, yaml.SequenceNode):
+            todo += node.value
+        elif node.tag in _NUMBER_TAGS and re.match(r"[-+]?(0[0-9_]+$|[0-9_]+:)", node.value):
+            text = "YAML reads this number in base 8 or 60; write it in base 10, or in quotes if it is text"
+            traps.append(_at(node.start_mark, text))
+    return [text for _, text in sorted(traps)]
+
+
+def _duplicate_keys(node: yaml.MappingNode) -> Iterator[tuple[int, str]]:
+    first_line: dict[tuple[str, str], int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        name = (key.tag, key.value)
+        if name in first_line:
+            yield _at(key.start_mark, f"duplicate key {key.value}, already set on line {first_line[name]}")
+        else:
+            first_line[name] = key.start_mark.line + 1
+
+
+def _at(mark: yaml.Mark, text: str) -> tuple[int, str]:
+    return mark.index, f"line {mark.line + 1}, column {mark.column + 1}: {text}"
+
+
+def _syntax_problem(text: str, error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    problem = ", ".join(part for part in (error.context, error.problem) if part)
+    if mark is None:
+        return problem
+    before = text[: mark.index].rpartition("\n")[2]
+    indent = before[: len(before) - len(before.lstrip())]
+    if "\t" in indent or text[mark.index : mark.index + 1] == "\t":
+        problem = "a tab character; YAML wants spaces here"
+    return _at(mark, problem)[1]
+
+
+def _read_file(name: str) -> dict[Any, Any]:
+    """The sections in the YAML file `name`, its ``model.path`` found."""
+    origin = _origin(name)
+    try:
+        with open(name, "rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{origin}: there is no such file{_near_files(name)}") from error
+    except IsADirectoryError as error:
+        hint = "a checkpoint directory goes into model.path, or model=... in Python"
+        raise ConfigError(f"{origin}: is a directory, not a YAML file; {hint}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{origin}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{origin}: is larger than {_MAX_FILE_BYTES} bytes, so it is not a config file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{origin}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text") from error
+    content = _parse_yaml(text, origin)
+    if content is None:
+        raise ConfigError(f"{origin}: is empty; it needs at least a model, such as: model: {{path: DIRECTORY}}")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{origin}: is {_kind(content)}; expected a mapping with the keys {', '.join(_SECTIONS)}")
+    here = os.path.dirname(os.path.abspath(name))
+    return _place_model(content, ("", here, os.path.dirname(here)))
+
+
+def _near_files(name: str) -> str:
+    directory, wanted = os.path.split(name)
+    try:
+        present = sorted(one for one in os.listdir(directory or ".") if one.isprintable())
+    except OSError:
+        return f", nor a directory {directory}"
+    near = difflib.get_close_matches(wanted, present, n=3, cutoff=0.5)
+    near = near or [one for one in present if one.endswith((".yaml", ".yml"))][:5]
+    return f"; in {directory or 'the current directory'}: {', '.join(near)}" if near else ""
+
+
+# ---- checking, and saying what is wrong ----
+
+
+def _build(layers: Iterable[Mapping[Any, Any]], origin: str) -> RunConfig:
+    """Validate the merged `layers`; all problems go into one `ConfigError`."""
+    tree: dict[Any, Any] = {}
+    for layer in layers:
+        tree = _merge(tree, layer)
+    problems = [_unknown_key("", key) for key in tree if key not in _SECTIONS]
+    parts: dict[str, Any] = {}
+    for name, model in _SECTIONS.items():
+        section = {} if tree.get(name) is None else tree[name]
+        if isinstance(section, Mapping):
+            unknown = [_unknown_key(name, key) for key in section if key not in model.model_fields]
+            problems += unknown
+            try:
+                parts[name] = model.model_validate({k: v for k, v in section.items() if k in model.model_fields})
+            except ValidationError as error:
+                problems += _field_problems(name, error, whole_section=not unknown)
+        elif name == "layout" and isinstance(section, str):
+            parts[name] = section
+            if section != "auto":
+                problems.append(f"layout: {_show(section)} {_fault(section, ('auto',), None, set())}{_takes(name)}")
+        else:
+            problems.append(f"{name}: {_show(section)} is {_kind(section)}{_takes(name)}")
+    if len(problems) > 1:
+        raise ConfigError("\n  ".join([f"{origin or 'config'}: {len(problems)} problems", *problems]))
+    if problems:
+        raise ConfigError(f"{origin}: {problems[0]}" if origin else problems[0])
+    return RunConfig(**parts)
+
+
+def _takes(section: str) -> str:
+    auto = "auto or " if section == "layout" else ""
+    return f" (expected {auto}a mapping with the keys {', '.join(_SECTIONS[section].model_fields)})"
+
+
+def _unknown_key(section: str, key: object) -> str:
+    legal = list(_SECTIONS[section].model_fields if section else _SECTIONS)
+    name = key if isinstance(key, str) and key.isprintable() and key else _show(key)
+    near = [f"{other}.{name}" for other, model in _SECTIONS.items() if name in model.model_fields]
+    if not near:
+        prefix = f"{section}." if section else ""
+        near = [prefix + one for one in difflib.get_close_matches(name, legal, n=1, cutoff=0.5)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"{section + '.' if section else ''}{name}: unknown key{hint} (expected one of {', '.join(legal)})"
+
+
+@functools.cache
+def _field_schemas(section: str) -> Mapping[str, Mapping[str, Any]]:
+    """The JSON schema of each field: the one source of the ranges and choices that messages give."""
+    properties: dict[str, Mapping[str, Any]] = _SECTIONS[section].model_json_schema()["properties"]
+    return properties
+
+
+def _field_problems(section: str, error: ValidationError, *, whole_section: bool) -> list[str]:
+    """One line per wrong field; rules over several fields only with `whole_section`, when no key is misspelt."""
+    properties = _field_schemas(section)
+    lines: dict[object, str] = {}
+    for one in error.errors(include_url=False):
+        field = str(one["loc"][0]) if one["loc"] else None
+        if field is not None:  # a union reports each of its branches; one line is enough
+            lines[field] = f"{section}.{field}: {_explain(one['input'], properties[field])}"
+        elif whole_section:
+            lines[field] = f"{section}: {one['ctx']['error']}"
+    return list(lines.values())
+
+
+def _explain(value: object, schema: Mapping[str, Any]) -> str:
+    """What is wrong with `value` for a field of this JSON schema, and what the field takes."""
+    options = schema.get("anyOf", [schema])
+    choices = [c for o in options for c in o.get("enum", [o["const"]] if "const" in o else [])]
+    number = next((o for o in options if o["type"] in ("integer", "number")), None)
+    kinds = {o["type"] for o in options if "enum" not in o and "const" not in o}
+    takes = [*choices, *([_number_range(number)] if number else [])]
+    takes += [word for kind, word in _KIND_WORDS.items() if kind in kinds]
+    expected = " or ".join(part for part in (", ".join(takes[:-1]), takes[-1]) if part)
+    note = f", {schema['description']}" if "description" in schema else ""
+    shown = "the value" if schema.get("writeOnly") else _show(value)
+    return f"{shown} {_fault(value, choices, number, kinds)} (expected {expected}{note})"
+
+
+def _number_range(number: Mapping[str, Any]) -> str:
+    kind = "a whole number" if number["type"] == "integer" else "a number"
+    if "exclusiveMinimum" in number:
+        return f"{kind} above {number['exclusiveMinimum']} and at most {number['maximum']}"
+    return f"{kind} from {number['minimum']} to {number['maximum']}"
+
+
+def _fault(value: object, choices: Sequence[str], number: Mapping[str, Any] | None, kinds: set[str]) -> str:
+    if value is None:
+        return "is no value; leave the key out for its default"
+    if isinstance(value, bool):
+        return f"is {_kind(value)}, as YAML reads on, off, yes and no too"
+    if isinstance(value, str):
+        return _text_fault(value, choices, number, kinds)
+    if isinstance(value, (int, float)) and number:
+        if isinstance(value, float) and not math.isfinite(value):
+            return "is not a finite number"
+        if isinstance(value, float) and number["type"] == "integer":
+            return "is not a whole number" + (f": write {int(value)}" if value.is_integer() else "")
+        return "is out of range"
+    quotes = "string" in kinds and not isinstance(value, (Mapping, list, tuple))
+    return f"is {_kind(value)}" + (": put it in quotes" if quotes else "")
+
+
+def _text_fault(value: str, choices: Sequence[str], number: Mapping[str, Any] | None, kinds: set[str]) -> str:
+    meant = _number_in(value) if number else None
+    if number and meant is not None and (number["type"] == "number" or isinstance(meant, int)):
+        if re.fullmatch(r"[-+]?[0-9]+(\.[0-9]+)?", value):
+            return f"is text, not a number: write {meant} without quotes"
+        return f"is text, not a number (YAML reads {value} as text): write {meant}"
+    if "boolean" in kinds and value.lower() in ("true", "false"):
+        return f"is text: write {value.lower()} without quotes"
+    if "string" in kinds:
+        return "is not valid Unicode" if value else "is empty"
+    near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.4)
+    if near:
+        return f"is not known, did you mean {near[0]}?"
+    return "is not known" if choices else "is text"
+
+
+def _number_in(text: str) -> int | float | None:
+    """The number a person meant by `text` (``8``, ``1e6``, ``128K``), whole where it can be."""
+    count = _token_count(text)
+    if isinstance(count, int):
+        return count
+    if re.fullmatch(r"[-+]?[0-9]{1,18}", text):
+        return int(text)
+    if not re.fullmatch(r"[-+]?[0-9]{1,18}(\.[0-9]*)?([eE][-+]?[0-9]{1,2})?", text):
+        return None
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _kind(value: object) -> str:
+    names = ((bool, "a yes/no value"), (str, "text"), (int, "a number"), (float, "a number"), (Mapping, "a mapping"))
+    known = next((name for kind, name in names if isinstance(value, kind)), None)
+    return known or ("a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}")
+
+
+def _show(value: object) -> str:
+    """`value` as YAML would write it, short and on one line."""
+    if isinstance(value, str):
+        text = json.dumps(value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + "...", ensure_ascii=False)
+        return text.encode("utf-8", "backslashreplace").decode()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except ValueError:  # an int of more digits than Python agrees to print
+        return "the value"

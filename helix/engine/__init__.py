@@ -1,0 +1,1 @@
+"""The engine: requests, the scheduler, the step's batch, the runner and the sampler."""

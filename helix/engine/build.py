@@ -1,0 +1,163 @@
+"""Composition root: a validated `RunConfig` and a joined `World` become an `EngineCore` on this rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from helix.cache.pools import build_cache, page_bytes
+from helix.comm.group import Group
+from helix.comm.mesh import build_mesh
+from helix.comm.world import World
+from helix.config import RunConfig
+from helix.engine.core import EngineCore
+from helix.engine.scheduler import Scheduler
+from helix.errors import ConfigError
+from helix.layers.decoder import Decoder
+from helix.layout import Layout, PageRule, check_layout, default_layout, with_defaults
+from helix.model_spec import ModelSpec
+from helix.weights import dummy_weights, load_weights
+from model_zoo import load_spec
+
+log = logging.getLogger("helix")
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# On a CPU the cache shares the memory with everything else on the machine, so only a quarter of what is free is taken.
+_CPU_SHARE = 0.25
+
+
+def resolve_spec(config: RunConfig) -> ModelSpec:
+    """The model's spec from its checkpoint directory."""
+    if config.model.path is None:
+        raise ConfigError("model.path: a checkpoint directory is needed")
+    return load_spec(Path(config.model.path))
+
+
+def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) -> Layout:
+    """The layout of `config` on `num_ranks` ranks (None: as many as the layout asks for), checked against the model.
+
+    Raises
+    ------
+    LayoutError
+        Not legal for this model, or for another number of ranks than were started.
+    """
+    if config.layout == "auto":
+        layout, reason = default_layout(spec, num_ranks or 1)
+        log.info("layout: auto -> %s (%s)", layout, reason)
+        return layout
+    sizes = {name: value for name, value in config.layout.model_dump().items() if value is not None}
+    layout = with_defaults(sizes, num_ranks)
+    check_layout(spec, layout)
+    return layout
+
+
+def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's dtype, except float16 on a CPU, which has no fast products: float32 there."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu" and spec.dtype == "float16":
+        return torch.float32
+    return DTYPES[spec.dtype]
+
+
+def resolve_context(config: RunConfig, spec: ModelSpec) -> int:
+    """Longest sequence, in tokens, that a request may reach."""
+    wanted = config.engine.max_context
+    if wanted == "auto":
+        return spec.max_context
+    if wanted > spec.max_context:
+        raise ConfigError(
+            f"engine.max_context={wanted} is more than the {spec.max_context} tokens that the model was made for"
+        )
+    return wanted
+
+
+def build_core(
+    config: RunConfig, spec: ModelSpec, layout: Layout, world: World, progress: Callable[[str, int], None] | None = None
+) -> EngineCore:
+    """Build and load this rank's model and cache. Collective over all ranks of `world`.
+
+    `progress(tensor name, bytes)` is called for each tensor read.
+    """
+    device = world.device
+    dtype = resolve_dtype(config.model.dtype, spec, device)
+    mesh = build_mesh(layout, world)
+    model = Decoder(spec, mesh, config.comm, dtype=dtype, device=device)
+    _fill(model, config, world, progress)
+    rule = PageRule(config.cache.page_tokens, layout.kvp)
+    max_context = resolve_context(config, spec)
+    cache_dtype = dtype if config.cache.dtype == "auto" else DTYPES[config.cache.dtype]
+    num_rows = _agree(world.group, page_rows(config, spec, layout, rule, max_context, cache_dtype, device, world.size))
+    scheduler = Scheduler(
+        rule=rule,
+        num_rows=num_rows,
+        max_batch=config.engine.max_batch,
+        max_context=max_context,
+        prefill_chunk=config.engine.prefill_chunk,
+    )
+    cache = build_cache(spec, layout, world.rank, num_rows, rule.page_tokens, cache_dtype, device)
+    return EngineCore(world, mesh, model, rule, scheduler, cache, check_schedule=config.engine.check_schedule)
+
+
+def page_rows(
+    config: RunConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    rule: PageRule,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks_here: int,
+) -> int:
+    """Page rows of this rank's pool: as configured, or what fits, but never more than max_batch full contexts need."""
+    if config.cache.num_page_rows != "auto":
+        return config.cache.num_page_rows
+    row_bytes = page_bytes(spec, layout, rule.page_tokens, dtype.itemsize)
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        budget = free * config.cache.memory_fraction
+    else:
+        budget = psutil.virtual_memory().available * config.cache.memory_fraction * _CPU_SHARE / ranks_here
+    useful = rule.rows_for(max_context) * config.engine.max_batch
+    rows = min(int(budget // row_bytes), useful)
+    if rows < 1:
+        raise ConfigError(
+            f"cache: one page row takes {row_bytes} bytes on each rank, but only {int(budget)} are left after the weights; "
+            "use more ranks, a smaller cache.page_tokens, or a higher cache.memory_fraction"
+        )
+    return rows
+
+
+def _fill(model: Decoder, config: RunConfig, world: World, progress: Callable[[str, int], None] | None) -> None:
+    def report(name: str, num_bytes: int) -> None:
+        world.monitor.work(f"loading {name}")
+        if progress is not None:
+            progress(name, num_bytes)
+
+    if config.model.load == "dummy":
+        dummy_weights(model, config.engine.seed)
+    else:
+        load_weights(model, Path(str(config.model.path)), ignore=ignored_tensors(model), progress=report)
+
+
+def ignored_tensors(model: Decoder) -> tuple[str, ...]:
+    """Patterns of checkpoint tensors that no layer reads: buffers of old checkpoints, and a tied head stored twice."""
+    patterns = ("*.rotary_emb.inv_freq",)
+    return (*patterns, "lm_head.weight") if model.head.linear is None else patterns
+
+
+def _agree(group: Group, value: int) -> int:
+    """The smallest `value` among the ranks: capacity is decided by the fullest one."""
+    mine = torch.tensor([value], dtype=torch.int64)
+    return int(group.all_gather(mine.new_empty(group.size, 1), mine).min())
+
+
+def with_num_layers(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
+    """`spec` cut to its first `num_layers` layers (for timing a part of a large model with dummy weights)."""
+    return spec if num_layers is None else replace(spec, num_layers=num_layers)

@@ -1,0 +1,397 @@
+"""`helix.Engine`: what a person holds. Rank 0's side of the engine, with text in and text out.
+
+Under the `deepspeed` launcher the engine joins the ranks that exist: the constructor returns on rank 0 only; on the
+others it serves rank 0's steps and ends the process when rank 0 closes, so that one script reads the same with and
+without a launcher. In a plain process it starts the other ranks itself and ends them with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helix.comm.monitor import end_process
+from helix.comm.world import World, open_store, pick_device
+from helix.config import LaunchEnv, RunConfig, config_to_dict, launch_env, make_config
+from helix.engine.build import build_core, resolve_layout, resolve_spec
+from helix.engine.core import EngineCore, StepOps, StepSinks
+from helix.engine.generation import Generation, sample_batch
+from helix.engine.join import enter_world, follow, leave, share_cores
+from helix.engine.outputs import Output, Piece
+from helix.engine.request import Request
+from helix.engine.sampler import SampleRow, sample
+from helix.engine.sampling import SamplingParams
+from helix.engine.scheduler import StepItem
+from helix.engine.spawn import SpawnedRanks, spawn_ranks
+from helix.engine.text import TextStream, encode_prompt, load_tokenizer
+from helix.errors import RankFailure, RequestError
+from helix.layers.batch import Batch
+from helix.layout import Layout
+from helix.model_spec import ModelSpec
+from model_zoo import generation_eos
+
+log = logging.getLogger("helix")
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+LayerTap = Callable[[Batch, int, Tensor], None]
+
+# How long rank 0 waits for its own collective to break after another rank failed, before it ends the process.
+_GRACE_S = 10.0
+
+
+class Engine:
+    """A running model.
+
+    Parameters
+    ----------
+    config
+        Path of a YAML file, or a mapping of its sections.
+    sections
+        Any YAML section as a mapping (``model`` also takes a path or a card's name); they override the file key by key.
+    progress
+        Called as ``progress(tensor name, bytes)`` for each tensor that rank 0 reads while loading.
+    world
+        Ranks that were joined already, for a program that manages its own (this is rank 0 of them, the others call
+        `helix.engine.join.follow`). The engine closes it.
+
+    Raises
+    ------
+    ConfigError, LayoutError, CheckpointError
+        Before any rank starts a step, naming field, value and what would be right.
+    RankFailure
+        A rank died, raised or stopped answering.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        *,
+        progress: Callable[[str, int], None] | None = None,
+        world: World | None = None,
+        **sections: Any,
+    ) -> None:
+        self.config: RunConfig = make_config(config, **sections)
+        env = launch_env() if world is None else None
+        if env is not None and env.rank != 0:
+            share_cores(env.local_size)
+            follow(self.config, enter_world(self.config, env))
+            raise SystemExit(0)
+        self.spec: ModelSpec = resolve_spec(self.config)
+        self.layout: Layout = resolve_layout(self.config, self.spec, self._num_ranks(env, world))
+        path = Path(str(self.config.model.path))
+        self.tokenizer = load_tokenizer(path)
+        self.eos_token_ids = frozenset(generation_eos(path))
+        self._ranks = SpawnedRanks()
+        self._generations: dict[int, Generation] = {}
+        self._cancelled: list[int] = []
+        self._new: list[Request] = []
+        self._next_id = itertools.count()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._failure: RankFailure | None = None
+        self._tap: LayerTap | None = None
+        self._threads = torch.get_num_threads()
+        self._core = self._start(env, world, progress)
+
+    # ---- life ----
+
+    def _num_ranks(self, env: LaunchEnv | None, world: World | None) -> int | None:
+        """Ranks that exist; in a plain process None (as many as the layout says), or with `auto` one a GPU."""
+        if world is not None or env is not None:
+            return world.size if world is not None else env.world_size if env is not None else None
+        if self.config.layout != "auto":
+            return None
+        on_gpu = pick_device(self.config.engine.device, 0).type == "cuda"
+        return torch.cuda.device_count() if on_gpu else 1
+
+    def _start(
+        self, env: LaunchEnv | None, world: World | None, progress: Callable[[str, int], None] | None
+    ) -> EngineCore:
+        try:
+            if world is None:
+                share_cores(env.local_size if env else self.layout.num_ranks)
+                world = self._spawn() if env is None and self.layout.num_ranks > 1 else enter_world(self.config, env)
+            return build_core(self.config, self.spec, self.layout, world, progress)
+        except BaseException as error:
+            blamed = self._fail(error, world)
+            if blamed is error:
+                raise
+            raise blamed from error
+
+    def _spawn(self) -> World:
+        """Start the other ranks on this machine and meet them."""
+        size = self.layout.num_ranks
+        store = open_store("127.0.0.1", 0, serve=True)
+        self._ranks = spawn_ranks(config_to_dict(self.config), size, store.port)
+        env = LaunchEnv(
+            rank=0, world_size=size, local_rank=0, local_size=size, master_addr="127.0.0.1", master_port=store.port
+        )
+        return enter_world(
+            self.config, env, store=store, on_failure=self._rank_failed, processes=self._ranks.processes
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the other ranks and free what this process holds; safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._failure is None:
+                self._core.lead(StepOps(close=True), self._sinks())
+                self._core.world.close()
+                self._ranks.wait()
+            else:
+                self._ranks.kill()
+                self._core.world.close()
+            torch.set_num_threads(self._threads)
+
+    def _rank_failed(self, failure: RankFailure) -> None:
+        """Monitor thread, plain process: another rank failed. Ending all ranks breaks the collective we may wait in."""
+        self._failure = failure
+        self._ranks.kill()
+        time.sleep(_GRACE_S)
+        if not self._closed and not self._lock_is_free():
+            end_process(failure)
+
+    def _lock_is_free(self) -> bool:
+        """Whether the main thread got out of its step."""
+        acquired = self._lock.acquire(timeout=1.0)
+        if acquired:
+            self._lock.release()
+        return acquired
+
+    def _fail(self, error: BaseException, world: World | None) -> BaseException:
+        """The engine is over: end the other ranks. Returns what to raise: `error`, or the failure that caused it."""
+        if world is not None:
+            self._failure = leave(world, error)
+        self._ranks.kill()
+        return error if self._failure is None or self._failure.rank == 0 else self._failure
+
+    # ---- requests ----
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Generate for every prompt, batched together; outputs in the order of the prompts.
+
+        `params` is one `SamplingParams` for all prompts or one a prompt.
+
+        Raises
+        ------
+        RequestError
+            A prompt or its parameters cannot be served; nothing was started and the engine goes on.
+        """
+        several = _as_list(prompts)
+        each = _params_for(several, params)
+        generations = [self._prepare(prompt, one) for prompt, one in zip(several, each, strict=True)]
+        with self._lock:
+            self._submit(generations)
+            try:
+                while not all(one.finished for one in generations):
+                    self._step()
+            finally:
+                self._drop(generations)
+        return [one.output() for one in generations]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Pieces of one generation as they come. Leaving the loop early and closing the stream cancels it."""
+        generation = self._prepare(prompt, params or SamplingParams())
+        with self._lock:
+            self._submit([generation])
+        return Stream(self._pieces(generation), generation)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """fp32 logits [len, V] after each token of `token_ids`, on the CPU."""
+        generation = self._prepare(list(token_ids), SamplingParams(), logits_only=True)
+        with self._lock:
+            self._submit([generation])
+            try:
+                while not generation.finished:
+                    self._step()
+            finally:
+                self._drop([generation])
+        return generation.all_logits()
+
+    def trace(self, token_ids: Sequence[int], tap: LayerTap) -> Tensor:
+        """`logits`, with every layer's output shown to ``tap(batch, layer, x_TC)`` on the way (-1: the embedding)."""
+        self._tap = tap
+        try:
+            return self.logits(token_ids)
+        finally:
+            self._tap = None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text, chat messages (through the checkpoint's template) or ids, checked."""
+        return encode_prompt(self.tokenizer, prompt, self.spec.vocab_size)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint says how to turn chat messages into tokens."""
+        return self.tokenizer is not None and self.tokenizer.chat_template is not None
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence in tokens, prompt and output together."""
+        return self._core.scheduler.max_context
+
+    @property
+    def num_free_rows(self) -> int:
+        """Page rows that no request holds."""
+        return self._core.scheduler.num_free_rows
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request gave its rows back and was computed again."""
+        return self._core.scheduler.num_preemptions
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, logits_only: bool = False) -> Generation:
+        """Encode and check one prompt; nothing is queued yet."""
+        if self._closed:
+            raise RequestError("the engine is closed; make a new one")
+        if self._failure is not None:
+            raise self._failure
+        prompt_ids = self.encode(prompt)
+        request_id = next(self._next_id)
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        request = Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            max_tokens=0 if logits_only else params.max_tokens,
+            stop_token_ids=eos | frozenset(params.stop_token_ids),
+            min_tokens=params.min_tokens,
+            collect="all_logits" if logits_only or params.prompt_logprobs is not None else "tokens",
+        )
+        self._core.scheduler.check_fits(request)
+        seed = params.seed if params.seed is not None else self.config.engine.seed + request_id
+        row = SampleRow(params, request.prompt_ids, request.output_ids, seed, self.eos_token_ids)
+        return Generation(request, params, row, TextStream(self.tokenizer, params), keep_logits=logits_only)
+
+    def _submit(self, generations: Iterable[Generation]) -> None:
+        for one in generations:
+            self._generations[one.request.request_id] = one
+            self._new.append(one.request)
+
+    def _pieces(self, generation: Generation) -> Generator[Piece, None, None]:
+        try:
+            while True:
+                with self._lock:
+                    if not generation.pieces and not generation.finished:
+                        self._step()
+                    pieces, generation.pieces = generation.pieces, []
+                yield from pieces
+                if generation.finished and not generation.pieces:
+                    return
+        finally:
+            with self._lock:
+                self._drop([generation])
+
+    def _drop(self, generations: Iterable[Generation]) -> None:
+        """Forget generations; those that still run are cancelled, on every rank, before this returns."""
+        for one in generations:
+            self._generations.pop(one.request.request_id, None)
+            if not one.finished:
+                self._cancel(one.request)
+        if self._cancelled and not self._closed and self._failure is None:
+            self._lead(StepOps(cancel=self._take_cancelled()))
+
+    def _cancel(self, request: Request) -> None:
+        if request in self._new:
+            self._new.remove(request)
+        elif not request.is_finished:
+            self._cancelled.append(request.request_id)
+
+    def _take_cancelled(self) -> tuple[int, ...]:
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return cancelled
+
+    # ---- steps ----
+
+    def _step(self) -> None:
+        new, self._new = tuple(self._new), []
+        self._lead(StepOps(add=new, cancel=self._take_cancelled()))
+
+    def _lead(self, ops: StepOps) -> None:
+        try:
+            result = self._core.lead(ops, self._sinks())
+        except BaseException as error:
+            # The step did not end, so the ranks are out of step.
+            blamed = self._fail(error, self._core.world)
+            if blamed is error:
+                raise
+            raise blamed from error
+        for request, token_id in result.tokens:
+            generation = self._generations.get(request.request_id)
+            if generation is None or generation.finished or token_id < 0:
+                continue
+            generation.add_token(token_id)
+            if generation.finished and not request.is_finished:
+                self._cancelled.append(request.request_id)
+        for request in result.finished:
+            generation = self._generations.get(request.request_id)
+            if generation is not None and request.finish_reason is not None:
+                generation.finish(request.finish_reason, request.error)
+
+    def _sinks(self) -> StepSinks:
+        def draw(logits_RV: Tensor, items: Sequence[StepItem]) -> list[int]:
+            return sample_batch(sample, logits_RV, [self._generations[i.request.request_id] for i in items])
+
+        def collect(item: StepItem, first: int, logits_RV: Tensor) -> None:
+            self._generations[item.request.request_id].add_logits(first, logits_RV)
+
+        return StepSinks(draw, collect, self._tap)
+
+
+class Stream(Iterator[Piece]):
+    """Iterator over the pieces of one generation; `output` gives the whole once the last piece came."""
+
+    def __init__(self, pieces: Generator[Piece, None, None], generation: Generation) -> None:
+        self._pieces = pieces
+        self._generation = generation
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Cancel the generation where it still runs."""
+        self._pieces.close()
+
+    def output(self) -> Output:
+        """The finished generation; raises ValueError before its end."""
+        return self._generation.output()
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt (text, token ids or chat messages) or several -> a list of prompts."""
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        return [prompts]
+    if prompts and isinstance(prompts[0], (int, Mapping)):
+        return [prompts]
+    return list(prompts)
+
+
+def _params_for(prompts: Sequence[Prompt], params: Any) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    each = list(params)
+    if len(each) != len(prompts):
+        raise RequestError(f"params: {len(each)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
+    return each

@@ -1,0 +1,84 @@
+"""Host state of one request: its tokens, how far they are computed, and the page rows that hold their KV.
+
+The engine makes a `Request`; from `Scheduler.add` until it is finished only the scheduler writes to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Collect = Literal["tokens", "all_logits"]
+
+
+class RequestState(Enum):
+    """Where a request stands; a preempted one is WAITING again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence: a prompt and what was generated from it.
+
+    ``max_tokens=0`` generates nothing: the request is finished once its prompt is computed. `collect` "all_logits" asks
+    for the logits of every prompt position; after a preemption positions are fed again, and in other chunks, so
+    collectors store by position. `stop_token_ids` end the request once it has `min_tokens` tokens, the stop token
+    counted and kept in `output_ids`. Smaller `priority` is served first.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    collect: Collect = "tokens"
+    priority: int = 0
+
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """How many of the tokens have their KV in the cache."""
+    rows: list[int] = field(default_factory=list)
+    """Page rows in the order of the sequence."""
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+    arrival: int = -1
+    """Running number given by the scheduler; a preempted request keeps its own."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that are known but not computed yet."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more is to compute than the one token that was sampled last."""
+        return self.num_computed < max(len(self.prompt_ids), self.num_tokens - 1)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place among all requests, smallest first; unique and constant while the request is with the scheduler."""
+        return self.priority, self.arrival
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Tokens ``[start, stop)`` of prompt + output; copies only these."""
+        num_prompt = len(self.prompt_ids)
+        if stop <= num_prompt:
+            return self.prompt_ids[start:stop]
+        outputs = self.output_ids[max(start - num_prompt, 0) : stop - num_prompt]
+        return self.prompt_ids[start:] + outputs if start < num_prompt else outputs

@@ -1,0 +1,118 @@
+"""Grouped-query attention in the Helix layout: QKV by TPA, KV pages by KVP, exchange, output projection over all N.
+
+Letters: T tokens, C model width, H local query heads, K local KV heads, D head width, h heads after the exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from helix.cache.pools import LayerCache
+from helix.comm.mesh import Mesh
+from helix.kernels import append, attend
+from helix.layers.batch import Batch
+from helix.layers.exchange import Exchange
+from helix.layers.linear import Linear
+from helix.layers.norm import RMSNorm
+from helix.layers.rotary import apply_rotary
+from helix.layout import AttentionShard, attention_shard
+from helix.model_spec import ModelSpec
+from helix.weights import Piece, cols, rows, whole
+
+
+class Attention(nn.Module):
+    """One layer's attention on one rank. The QKV weights are repeated across KVP, which spares a gather of queries."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        mesh: Mesh,
+        merge_form: Literal["a2a", "ag_rs"],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.shard = shard = attention_shard(spec, mesh.layout, mesh.rank)
+        width, hidden = spec.head_dim, spec.hidden_size
+        self.qkv = Linear(
+            (shard.num_q + 2 * shard.num_kv) * width,
+            hidden,
+            _qkv_pieces(name, "weight", spec, shard),
+            _qkv_pieces(name, "bias", spec, shard) if spec.qkv_bias else (),
+            dtype=dtype,
+            device=device,
+        )
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(f"{name}.q_norm", width, spec.norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(f"{name}.k_norm", width, spec.norm_eps, dtype=dtype, device=device)
+        self.out = Linear(
+            hidden,
+            shard.exchange_heads * width,
+            (
+                cols(
+                    f"{name}.o_proj.weight",
+                    (hidden, spec.num_heads * width),
+                    shard.out_start * width,
+                    shard.out_stop * width,
+                ),
+            ),
+            dtype=dtype,
+            device=device,
+        )
+        self.out_bias: nn.Parameter | None = None
+        self.declared = {}
+        if spec.output_bias:
+            self.out_bias = nn.Parameter(torch.empty(hidden, dtype=dtype, device=device), requires_grad=False)
+            self.declared["out_bias"] = (whole(f"{name}.o_proj.bias", (hidden,)),)
+        self.exchange = Exchange(mesh.kvp, shard.exchange_heads, merge_form)
+        self.group = mesh.world
+
+    def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        q_THD, k_TKD, v_TKD = self._project(x_TC, rotary)
+        append(cache.k, k_TKD, batch.slot_T)
+        append(cache.v, v_TKD, batch.slot_T)
+        out_THD, lse_TH = attend(
+            q_THD,
+            cache.k,
+            cache.v,
+            batch.page_table_SR,
+            batch.query_start_S1,
+            batch.visible_len_T,
+            self.spec.attention_scale,
+        )
+        out_ThD = self.exchange(out_THD, lse_TH)
+        y_TC = self.group.all_reduce(self.out(out_ThD.flatten(1)))
+        return y_TC if self.out_bias is None else y_TC + self.out_bias
+
+    def _project(self, x_TC: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        heads_THD = self.qkv(x_TC).unflatten(-1, (-1, self.spec.head_dim))
+        num_q, num_kv = self.shard.num_q, self.shard.num_kv
+        q_THD, k_TKD, v_TKD = heads_THD.split((num_q, num_kv, num_kv), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        interleaved = self.spec.rotary.interleaved
+        q_THD = apply_rotary(q_THD, *rotary, interleaved=interleaved)
+        k_TKD = apply_rotary(k_TKD, *rotary, interleaved=interleaved)
+        return q_THD, k_TKD, v_TKD
+
+
+def _qkv_pieces(name: str, kind: str, spec: ModelSpec, shard: AttentionShard) -> tuple[Piece, ...]:
+    """Rows of q, k and v one under another; `kind` is ``weight`` or ``bias``."""
+    width = spec.head_dim
+    tail = (spec.hidden_size,) if kind == "weight" else ()
+    plan = (
+        ("q_proj", spec.num_heads, shard.q_start, shard.q_stop, 0),
+        ("k_proj", spec.num_kv_heads, shard.kv_start, shard.kv_stop, shard.num_q),
+        ("v_proj", spec.num_kv_heads, shard.kv_start, shard.kv_stop, shard.num_q + shard.num_kv),
+    )
+    return tuple(
+        rows(f"{name}.{part}.{kind}", (heads * width, *tail), start * width, stop * width, at=at * width)
+        for part, heads, start, stop, at in plan
+    )

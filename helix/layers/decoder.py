@@ -1,0 +1,106 @@
+"""`Decoder`: the pre-norm decoder that every family of the zoo is an instance of, assembled from a `ModelSpec`.
+
+    x = embed(tokens)
+    for each layer:  x = x + attention(norm(x));  x = x + ffn(norm(x))
+    logits = head(norm(x))
+
+x_TC is replicated on all N ranks between the blocks; what is sharded, and how, is visible in the constructor calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from helix.cache.pools import KVCache, LayerCache
+from helix.comm.mesh import Mesh
+from helix.config import CommConfig
+from helix.layers.attention import Attention
+from helix.layers.batch import Batch
+from helix.layers.embedding import Embedding, Head
+from helix.layers.mlp import MLP
+from helix.layers.norm import RMSNorm
+from helix.layers.rotary import Rotary
+from helix.layout import padded_slice
+from helix.model_spec import ModelSpec
+
+Tap = Callable[[int, Tensor], None]
+
+
+class Block(nn.Module):
+    """One layer: attention, then FFN, each behind a norm and added to the residual."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        mesh: Mesh,
+        comm: CommConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        hidden, eps = spec.hidden_size, spec.norm_eps
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", hidden, eps, dtype=dtype, device=device)
+        self.attention = Attention(f"{name}.self_attn", spec, mesh, comm.merge, dtype=dtype, device=device)
+        self.ffn_norm = RMSNorm(f"{name}.post_attention_layernorm", hidden, eps, dtype=dtype, device=device)
+        self.ffn = MLP(
+            f"{name}.mlp",
+            hidden,
+            padded_slice(spec.intermediate_size, mesh.layout.num_ranks, mesh.rank),
+            spec.activation,
+            mesh.world,
+            bias=spec.mlp_bias,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x_TC = x_TC + self.attention(self.attention_norm(x_TC), batch, cache, rotary)
+        return x_TC + self.ffn(self.ffn_norm(x_TC))
+
+
+class Decoder(nn.Module):
+    """The whole model on one rank. ``forward`` gives hidden states, `logits` the head's output for chosen rows."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        comm: CommConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        vocab = padded_slice(spec.vocab_size, mesh.layout.num_ranks, mesh.rank)
+        hidden = spec.hidden_size
+        self.embed = Embedding("model.embed_tokens", vocab, hidden, mesh.world, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            Block(f"model.layers.{index}", spec, mesh, comm, dtype=dtype, device=device)
+            for index in range(spec.num_layers)
+        )
+        self.norm = RMSNorm("model.norm", hidden, spec.norm_eps, dtype=dtype, device=device)
+        tied = self.embed if spec.tie_embeddings else None
+        self.head = Head("lm_head", vocab, hidden, mesh.world, tied, dtype=dtype, device=device)
+        self.rotary = Rotary(spec.rotary, spec.max_context, device=device)
+
+    def forward(self, batch: Batch, cache: KVCache, tap: Tap | None = None) -> Tensor:
+        """Hidden states [T, C] after the last layer. `tap(i, x)` sees the embedding (i = -1) and each layer's output."""
+        x_TC = self.embed(batch.token_ids_T)
+        rotary = self.rotary.tables(batch.position_T, batch.rotary_len_T)
+        if tap is not None:
+            tap(-1, x_TC)
+        for index, (layer, pools) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            x_TC = layer(x_TC, batch, pools, rotary)
+            if tap is not None:
+                tap(index, x_TC)
+        return x_TC
+
+    def logits(self, x_RC: Tensor) -> Tensor:
+        """fp32 logits [R, V] of hidden states [R, C], on every rank."""
+        logits_RV: Tensor = self.head(self.norm(x_RC))
+        return logits_RV

@@ -1,0 +1,37 @@
+"""`Linear`: a plain product whose weight is a set of rectangles of checkpoint tensors.
+
+What a rank holds is decided where a layer is built, by the pieces it passes; column- and row-parallel are only names for
+which dim the pieces cut (DeepSpeed's convention: column-parallel cuts the outputs, row-parallel the inputs).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from helix.weights import Piece
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias`` with weight [outputs, inputs]; places that no piece covers are zero."""
+
+    def __init__(
+        self,
+        outputs: int,
+        inputs: int,
+        weight: tuple[Piece, ...],
+        bias: tuple[Piece, ...] = (),
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device), requires_grad=False)
+        self.declared = {"weight": weight}
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device), requires_grad=False)
+            self.declared["bias"] = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)

@@ -1,0 +1,81 @@
+"""Gated MLP of the FFN phase: gate and up are column-parallel, down is row-parallel, one all-reduce closes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from helix.comm.group import Group
+from helix.layers.linear import Linear
+from helix.layout import Slice
+from helix.weights import cols, rows, whole
+
+ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_pytorch_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+
+
+class MLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` on slice `width` of the FFN width; partial sums are reduced over `group`.
+
+    With ``reduce=False`` the caller reduces (a shared expert's sum goes out with the routed experts' one).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        width: Slice,
+        activation: str,
+        group: Group,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        local, total = width.padded, width.total
+        gate, up, down = f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj"
+        in_shape = (total, hidden)
+        self.gate_up = Linear(
+            2 * local,
+            hidden,
+            (
+                rows(f"{gate}.weight", in_shape, width.start, width.stop),
+                rows(f"{up}.weight", in_shape, width.start, width.stop, at=local),
+            ),
+            (
+                rows(f"{gate}.bias", (total,), width.start, width.stop),
+                rows(f"{up}.bias", (total,), width.start, width.stop, at=local),
+            )
+            if bias
+            else (),
+            dtype=dtype,
+            device=device,
+        )
+        self.down = Linear(
+            hidden,
+            local,
+            (cols(f"{down}.weight", (hidden, total), width.start, width.stop),),
+            dtype=dtype,
+            device=device,
+        )
+        self.down_bias: nn.Parameter | None = None
+        self.declared = {}
+        if bias:
+            self.down_bias = nn.Parameter(torch.empty(hidden, dtype=dtype, device=device), requires_grad=False)
+            self.declared["down_bias"] = (whole(f"{down}.bias", (hidden,)),)
+        self.activation = ACTIVATIONS[activation]
+        self.group = group
+        self.reduce = reduce
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_TC).chunk(2, dim=-1)
+        y_TC = self.down(self.activation(gate) * up)
+        if self.reduce:
+            y_TC = self.group.all_reduce(y_TC)
+        return y_TC if self.down_bias is None else y_TC + self.down_bias

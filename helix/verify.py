@@ -1,0 +1,126 @@
+"""`helix verify`: the configured layout against one unsharded rank on the same weights, layer by layer.
+
+Both engines see the same token ids. Compared are every layer's output, the logits, and the greedy tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helix.comm.world import pick_device, single_world
+from helix.config import RunConfig, config_to_dict
+from helix.engine.build import resolve_dtype
+from helix.engine.engine import Engine
+from helix.engine.sampling import SamplingParams
+from helix.errors import RequestError
+from helix.layers.batch import Batch
+from helix.layout import Layout
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Bound on the absolute error of a logit. 16-bit sums round differently in another order, fp32 ones hardly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one engine computed from one prompt: ``layers[i + 1]`` is layer i's output [T, C] (0: the embedding)."""
+
+    layers: tuple[Tensor, ...]
+    logits: Tensor
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two traces of one prompt. `first_layer` is the first layer beyond the tolerance (-1: the embedding), if any."""
+
+    num_tokens: int
+    max_error: float
+    mean_error: float
+    equal_tokens: int
+    checked_tokens: int
+    first_layer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All prompts compared; `exact` says whether every one is inside `tolerance`."""
+
+    layout: Layout
+    dtype: str
+    tolerance: float
+    prompts: tuple[Comparison, ...]
+
+    @property
+    def max_error(self) -> float:
+        return max(one.max_error for one in self.prompts)
+
+    @property
+    def exact(self) -> bool:
+        return all(one.max_error <= self.tolerance and one.first_layer is None for one in self.prompts)
+
+    @property
+    def first_layer(self) -> int | None:
+        """First layer that differs in any prompt."""
+        found = [one.first_layer for one in self.prompts if one.first_layer is not None]
+        return min(found) if found else None
+
+
+def verify(
+    config: RunConfig, prompts: Sequence[str | Sequence[int]], num_tokens: int = 32, tolerance: float | None = None
+) -> Report:
+    """Run `prompts` through `config`'s layout and through one rank, and compare.
+
+    Under the launcher every rank calls this; it returns on rank 0 only (as `Engine` does).
+    """
+    if not prompts:
+        raise RequestError("verify needs at least one prompt")
+    with Engine(config_to_dict(config)) as engine:
+        traces = [_trace(engine, prompt, num_tokens) for prompt in prompts]
+        layout, spec = engine.layout, engine.spec
+    device = pick_device(config.engine.device, 0)
+    dtype = resolve_dtype(config.model.dtype, spec, device)
+    bound = TOLERANCES[dtype] if tolerance is None else tolerance
+    one_rank = config_to_dict(config) | {"layout": {"kvp": 1, "tpa": 1, "tpf": 1, "ep": 1}}
+    with Engine(one_rank, world=single_world(device)) as engine:
+        references = [_trace(engine, prompt, num_tokens) for prompt in prompts]
+    compared = tuple(compare(ours, theirs, bound) for ours, theirs in zip(traces, references, strict=True))
+    return Report(layout, str(dtype).removeprefix("torch."), bound, compared)
+
+
+def compare(ours: Trace, reference: Trace, tolerance: float) -> Comparison:
+    """Errors of `ours`; a layer differs where it is off by more than `tolerance` of the reference's largest value (at least 1)."""
+    first = None
+    for index, (left, right) in enumerate(zip(ours.layers, reference.layers, strict=True)):
+        bound = tolerance * max(1.0, float(right.abs().max()))
+        # A NaN on either side is a difference too, hence not (error <= bound).
+        if not bool((left - right).abs().max() <= bound):
+            first = index - 1
+            break
+    error = (ours.logits - reference.logits).abs()
+    equal = sum(a == b for a, b in zip(ours.tokens, reference.tokens, strict=True))
+    finite = bool(torch.isfinite(error).all())
+    return Comparison(
+        num_tokens=ours.logits.shape[0],
+        max_error=float(error.max()) if finite else float("inf"),
+        mean_error=float(error.mean()) if finite else float("inf"),
+        equal_tokens=equal,
+        checked_tokens=len(ours.tokens),
+        first_layer=first,
+    )
+
+
+def _trace(engine: Engine, prompt: str | Sequence[int], num_tokens: int) -> Trace:
+    token_ids = engine.encode(prompt)
+    parts: dict[int, list[Tensor]] = {}
+
+    def tap(_batch: Batch, layer: int, x_TC: Tensor) -> None:
+        parts.setdefault(layer, []).append(x_TC.float().cpu())
+
+    logits = engine.trace(token_ids, tap)
+    greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    tokens = engine.generate([token_ids], greedy)[0].token_ids
+    return Trace(tuple(torch.cat(parts[layer]) for layer in sorted(parts)), logits, tuple(tokens))

@@ -1,0 +1,44 @@
+"""Weights: what each rank declares, and the loaders that fill it.
+
+Layers declare as data which rectangle of which checkpoint tensor fills which rectangle of each parameter (`pieces`);
+`load_weights` executes that from safetensors files and is strict both ways; `dummy_weights` fills the same
+declarations with random values. Pickle is never read.
+"""
+
+from __future__ import annotations
+
+from helix.weights.checkpoint import Checkpoint, TensorHeader, open_checkpoint
+from helix.weights.dummy import dummy_weights
+from helix.weights.load import LoadReport, check_checkpoint, load_weights
+from helix.weights.pieces import (
+    Declaration,
+    Piece,
+    block,
+    cols,
+    declare,
+    declared_names,
+    padding_size,
+    rows,
+    weight_bytes,
+    whole,
+)
+
+__all__ = [
+    "Checkpoint",
+    "Declaration",
+    "LoadReport",
+    "Piece",
+    "TensorHeader",
+    "block",
+    "check_checkpoint",
+    "cols",
+    "declare",
+    "declared_names",
+    "dummy_weights",
+    "load_weights",
+    "open_checkpoint",
+    "padding_size",
+    "rows",
+    "weight_bytes",
+    "whole",
+]

@@ -1,0 +1,94 @@
+"""Random weights of the right shapes, made on the device, the same whole model in every layout.
+
+Each value is a hash of (seed, tensor name, place in the whole checkpoint tensor), so two ranks that hold the same
+rectangle hold the same values, and any layout of a model gives the same logits as one rank does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from math import prod, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from helix.weights.load import SCALE_SUFFIX
+from helix.weights.pieces import Piece, declare, padding_size
+
+STANDARD_DEVIATION = 0.02
+CHUNK_VALUES = 1 << 24
+
+
+def dummy_weights(model: nn.Module, seed: int, *, progress: Callable[[str, int], None] | None = None) -> None:
+    """Fill everything that `model` declares with values of a normal distribution of deviation 0.02, on its device.
+
+    Norm weights and FP8 block scales become one, padding zero. `progress` is called as (parameter name, bytes filled)
+    after each parameter.
+
+    Raises ValueError where the declarations are wrong (see `declare`) or parameters are on the meta device.
+    """
+    with torch.inference_mode():
+        for name, tensor, pieces in declare(model):
+            if tensor.is_meta:
+                raise ValueError(f"{name} is on the meta device and cannot be filled; materialise the model first")
+            if padding_size(tensor, pieces):
+                tensor.zero_()
+            for piece in pieces:
+                _fill_random(piece.view(tensor), piece, seed)
+            if progress is not None:
+                progress(name, tensor.numel() * tensor.element_size())
+
+
+def _fill_random(target: Tensor, piece: Piece, seed: int) -> None:
+    """Fill the view `target` of a parameter, which has the piece's size."""
+    if piece.name.endswith(("norm.weight", SCALE_SUFFIX)):
+        target.fill_(1.0)
+        return
+    if not piece.numel:
+        return
+    keys = _dim_keys(seed, piece.name, max(len(piece.shape), 1))
+    if not piece.shape:
+        target.copy_(_normal(_scramble(torch.tensor(keys[0], dtype=torch.int32, device=target.device))))
+        return
+    # Rows at a time, so that the hash never takes more than a few buffers of CHUNK_VALUES values.
+    (first, last), rest = piece.source[0], piece.source[1:]
+    step = max(CHUNK_VALUES // prod(piece.size[1:]), 1)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        hashed = _place_hash(((start, stop), *rest), keys, target.device)
+        target[start - first : stop - first].copy_(_normal(hashed))
+
+
+def _dim_keys(seed: int, name: str, count: int) -> list[int]:
+    """`count` signed 32-bit keys from seed and tensor name."""
+    digest = blake2b(f"{seed}:{name}".encode(), digest_size=4 * count).digest()
+    return [int.from_bytes(digest[4 * i : 4 * i + 4], "little", signed=True) for i in range(count)]
+
+
+def _place_hash(source: tuple[tuple[int, int], ...], keys: list[int], device: torch.device) -> Tensor:
+    """32-bit hash of each place of the rectangle `source`; int32 of the rectangle's shape."""
+    hashed = torch.zeros((1,) * len(source), dtype=torch.int32, device=device)
+    for dim, ((start, stop), key) in enumerate(zip(source, keys, strict=True)):
+        places = _scramble(torch.arange(start, stop, dtype=torch.int32, device=device) ^ key)
+        hashed = hashed ^ places.view([-1 if other == dim else 1 for other in range(len(source))])
+    return _scramble(hashed)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """Mix int32 values in place, one to one: Wellons' two-round multiply-xorshift ("lowbias32").
+
+    A right shift of int32 repeats the sign bit, hence the masks; products wrap around.
+    """
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _normal(hashed: Tensor) -> Tensor:
+    """fp32 normal values from int32 hashes: 24 bits give a uniform value inside (-1, 1), erfinv bends it."""
+    uniform = (hashed >> 8).to(torch.float32).add_(0.5).mul_(2.0**-23)
+    return uniform.erfinv_().mul_(sqrt(2.0) * STANDARD_DEVIATION)

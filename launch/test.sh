@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The whole suite on the CPU, from a fresh checkout; arguments go to pytest, whose exit code this returns.
+#
+#   bash launch/test.sh                       everything that needs no GPU
+#   bash launch/test.sh tests/unit -k layout  a part of it
+set -euo pipefail
+# shellcheck source=launch/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+helix_setup test demo
+cd "$HELIX_ROOT"
+
+# One thread per rank: the suite starts more ranks than a small machine has cores.
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONFAULTHANDLER=1
+exec "$HELIX_BIN/python" -m pytest -m "not gpu and not multi_gpu" "$@"

@@ -1,0 +1,100 @@
+"""A pool of rank processes that outlives single tests: starting ranks costs seconds, a job on running ones milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from helix.comm.world import World, join_world, single_world
+from helix.config import LaunchEnv
+
+Job = Callable[..., Any]
+
+
+class RankPool:
+    """Runs ``job(world, *args)`` on ranks 0 .. n-1 and returns what each gave. Jobs live in importable test modules."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "deepspeed.comm", "helix.engine.engine", "transformers"])
+        self._store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._num_jobs = 0
+
+    def run(self, size: int, job: Job, *args: Any, timeout_s: float = 240.0) -> list[Any]:
+        while len(self._workers) < size:
+            self._start(len(self._workers))
+        self._num_jobs += 1
+        chosen = self._workers[:size]
+        for rank, (_process, pipe) in enumerate(chosen):
+            pipe.send((rank, size, f"job{self._num_jobs}", job, args))
+        pending = {pipe: rank for rank, (_process, pipe) in enumerate(chosen)}
+        results: list[Any] = [None] * size
+        errors: list[str] = []
+        while pending:
+            ready = wait(list(pending), timeout_s)
+            if not ready:
+                errors.append(f"ranks {sorted(pending.values())} gave no answer within {timeout_s} s")
+                break
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process ended"
+                results[rank] = value
+                if not ok:
+                    errors.append(f"rank {rank}: {value}")
+        if errors:
+            self.close_workers()
+            raise AssertionError("\n".join(errors))
+        return results
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True, name=f"rank{rank}")
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def close_workers(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            pipe.close()
+        for process, _pipe in self._workers:
+            process.join()
+        self._workers = []
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    torch.set_num_threads(1)
+    client = torch_dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    while True:
+        try:
+            rank, size, name, job, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            world = _join(rank, size, torch_dist.PrefixStore(name, client))
+            value = job(world, *args)
+            world.close()
+            pipe.send((True, value))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            raise
+
+
+def _join(rank: int, size: int, store: Any) -> World:
+    if size == 1:
+        return single_world(torch.device("cpu"))
+    env = LaunchEnv(
+        rank=rank, world_size=size, local_rank=rank, local_size=size, master_addr="127.0.0.1", master_port=0
+    )
+    return join_world(env, torch.device("cpu"), stall_timeout_s=28.0, store=store)

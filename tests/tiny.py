@@ -1,0 +1,119 @@
+"""Tiny random checkpoints of each family, made with transformers, and what transformers computes from them.
+
+Widths are chosen to be awkward: vocabularies and FFN widths that divide by nothing, heads that KVP does not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+_COMMON = {
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _llama(**changes: Any) -> Any:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    return transformers.LlamaConfig(**(_COMMON | heads | changes))
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: _llama(rope_parameters=_LLAMA3_ROPE),
+    "llama_bias": lambda: _llama(
+        attention_bias=True,
+        mlp_bias=True,
+        num_key_value_heads=1,
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    ),
+    "smollm": lambda: _llama(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(
+        **_COMMON, num_attention_heads=8, num_key_value_heads=4, head_dim=8, sliding_window=None
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **(_COMMON | {"hidden_size": 40}), num_attention_heads=5, num_key_value_heads=1, rope_parameters=_YARN_ROPE
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **_COMMON, num_attention_heads=6, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True
+    ),
+}
+
+
+class TinyModels:
+    """Makes each family's checkpoint once under `directory` and keeps the transformers model beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._models: dict[str, Any] = {}
+        self._answers: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+
+    def path(self, family: str) -> str:
+        self.model(family)
+        return str(self.directory / family)
+
+    def model(self, family: str) -> Any:
+        if family not in self._models:
+            torch.manual_seed(sum(family.encode()))
+            model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager")
+            _disturb(model)
+            model.generation_config.eos_token_id = None
+            model.float().eval().save_pretrained(self.directory / family)
+            self._models[family] = model
+        return self._models[family]
+
+    def logits(self, family: str, token_ids: Sequence[int]) -> Tensor:
+        """fp32 logits [len, V] by transformers."""
+        with torch.inference_mode():
+            return self.model(family)(torch.tensor([list(token_ids)])).logits[0].float()
+
+    def greedy(self, family: str, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """Greedy continuation by transformers; asked for once, since layouts share prompts."""
+        key = (family, tuple(token_ids), num_tokens)
+        if key not in self._answers:
+            prompt = torch.tensor([list(token_ids)])
+            mask = torch.ones_like(prompt)
+            with torch.inference_mode():
+                full = self.model(family).generate(
+                    prompt, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+                )
+            self._answers[key] = full[0, len(token_ids) :].tolist()
+        return self._answers[key]
+
+
+def _disturb(model: Any) -> None:
+    """Norm weights and biases start as ones and zeros, which would hide a wrong order or a dropped bias."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                noise = 0.2 * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise if "bias" in name or "norm" in name else 0.0)
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 97) -> list[int]:
+    """A reproducible random prompt."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, vocab, (length,), generator=generator).tolist()
