@@ -1,43 +1,55 @@
-"""`helix check`: what a configuration would do, from integers alone: no GPU, no rank, no weight read."""
+"""`helix check`: what a configuration would do, from integers alone: no GPU, no rank, no weight read.
+
+The configuration may be for another machine. What depends on the machine, the number of page rows that `auto` gives, is
+worked out for this one; where the weights do not fit this one it stays open, which is not an error.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from helix.cache.pools import page_bytes
 from helix.comm.mesh import planning_mesh
-from helix.config import RunConfig
+from helix.config import CommConfig, RunConfig
+from helix.cost.size import ParameterCount, parameter_count
 from helix.engine.build import (
     DTYPES,
+    cache_budget,
+    fitting_rows,
     ignored_tensors,
-    page_rows,
     resolve_context,
     resolve_dtype,
     resolve_layout,
     resolve_spec,
 )
-from helix.layers.decoder import Decoder
+from helix.layers.decoder import Block, Decoder
 from helix.layout import Layout, PageRule, padded_heads
 from helix.model_spec import ModelSpec
-from helix.weights import check_checkpoint, weight_bytes
+from helix.weights import check_checkpoint, declare, weight_bytes
+from model_zoo import text_names
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A valid configuration, worked out. Bytes are per rank."""
+    """A valid configuration, worked out. Bytes are per rank.
+
+    `num_page_rows` and `capacity_tokens` are None where they depend on a machine that is not this one; `page_rows_from`
+    says where the rows come from, or why they are not known.
+    """
 
     spec: ModelSpec
     layout: Layout
     dtype: str
+    parameters: ParameterCount
     weights_bytes: tuple[int, ...]
     kv_bytes_per_token: float
     page_row_bytes: int
-    num_page_rows: int
+    num_page_rows: int | None
     page_rows_from: str
-    capacity_tokens: int
+    capacity_tokens: int | None
     max_context: int
     padded_heads: int
 
@@ -49,8 +61,6 @@ class Checked:
 def check(config: RunConfig, num_ranks: int | None = None) -> Checked:
     """Validate `config` for `num_ranks` ranks (None: as many as its layout asks for).
 
-    The page pool is sized for this machine where `cache.num_page_rows` is auto: for its CPU memory unless it has a GPU.
-
     Raises
     ------
     ConfigError, LayoutError, CheckpointError
@@ -60,27 +70,63 @@ def check(config: RunConfig, num_ranks: int | None = None) -> Checked:
     layout = resolve_layout(config, spec, num_ranks)
     device = torch.device("cuda" if config.engine.device != "cpu" and torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    models = [
-        Decoder(spec, planning_mesh(layout, rank), config.comm, dtype=dtype, device=torch.device("meta"))
-        for rank in range(layout.num_ranks)
-    ]
     if config.model.load == "safetensors":
-        check_checkpoint(models[0], Path(str(config.model.path)), ignore=ignored_tensors(models[0]))
+        _check_weights(config, spec, layout, dtype)
+    weights = tuple(rank_weight_bytes(spec, layout, rank, config.comm, dtype) for rank in range(layout.num_ranks))
     rule = PageRule(config.cache.page_tokens, layout.kvp)
     max_context = resolve_context(config, spec)
     cache_dtype = dtype if config.cache.dtype == "auto" else DTYPES[config.cache.dtype]
     row_bytes = page_bytes(spec, layout, rule.page_tokens, cache_dtype.itemsize)
-    rows = page_rows(config, spec, layout, rule, max_context, cache_dtype, device, layout.num_ranks)
+    budget = cache_budget(config, device, layout.num_ranks, max(weights))
+    rows = fitting_rows(config, rule, max_context, row_bytes, budget)
     return Checked(
         spec=spec,
         layout=layout,
         dtype=str(dtype).removeprefix("torch."),
-        weights_bytes=tuple(weight_bytes(model) for model in models),
+        parameters=parameter_count(spec),
+        weights_bytes=weights,
         kv_bytes_per_token=row_bytes / rule.row_tokens,
         page_row_bytes=row_bytes,
-        num_page_rows=rows,
-        page_rows_from="cache.num_page_rows" if config.cache.num_page_rows != "auto" else f"this machine's {device.type}",
-        capacity_tokens=rows * rule.row_tokens,
+        num_page_rows=rows or None,
+        page_rows_from=_rows_from(config, device, budget, rows),
+        capacity_tokens=rows * rule.row_tokens or None,
         max_context=max_context,
         padded_heads=padded_heads(spec, layout),
     )
+
+
+def rank_weight_bytes(spec: ModelSpec, layout: Layout, rank: int, comm: CommConfig, dtype: torch.dtype) -> int:
+    """Bytes of the weights of `rank`.
+
+    One layer of each kind (with experts, without) stands for all of its kind, so that hundreds of layers on hundreds of
+    ranks cost nothing.
+    """
+    mesh, meta = planning_mesh(layout, rank), torch.device("meta")
+    total = weight_bytes(Decoder(replace(spec, num_layers=0), mesh, comm, dtype=dtype, device=meta))
+    layers = range(spec.num_layers)
+    dense = [index for index in layers if spec.moe is None or spec.moe.is_dense(index)]
+    sparse = [index for index in layers if index not in set(dense)]
+    for kind in (dense, sparse):
+        if kind:
+            total += len(kind) * weight_bytes(Block(kind[0], spec, mesh, comm, dtype=dtype, device=meta))
+    return total
+
+
+def _check_weights(config: RunConfig, spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> None:
+    """Raise CheckpointError where the checkpoint's headers do not fit what rank 0 declares (it declares all tensors)."""
+    model = Decoder(spec, planning_mesh(layout, 0), config.comm, dtype=dtype, device=torch.device("meta"))
+    check_checkpoint(
+        declare(model),
+        Path(str(config.model.path)),
+        ignore=ignored_tensors(model, spec),
+        rename=text_names(spec),
+    )
+
+
+def _rows_from(config: RunConfig, device: torch.device, budget: int, rows: int) -> str:
+    if config.cache.num_page_rows != "auto":
+        return "cache.num_page_rows"
+    if rows:
+        return f"this machine's {device.type}"
+    what = "a page row does" if budget > 0 else "the weights do"
+    return f"{what} not fit in this machine's {device.type} memory"

@@ -1,7 +1,7 @@
 """The `helix` command. Every command takes ``--config FILE``, ``--set key.path=value`` and ``--json``.
 
 The scripts under launch/ call the same commands under the `deepspeed` launcher. Errors raised on purpose are printed as
-one message without a traceback (``--debug`` shows it), on the first rank of each node only.
+one message without a traceback (``--debug``, anywhere, shows it), on the first rank of each node only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 from helix.config import RunConfig, launch_env, load_config
-from helix.errors import ConfigError, HelixError
+from helix.errors import ConfigError, HelixError, RequestError
 
 if TYPE_CHECKING:
     from helix.engine.engine import Engine
@@ -36,14 +37,18 @@ app = typer.Typer(
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="YAML file of the run.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: key.path=value. Repeatable.")]
+PromptOption = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help='Prompt text; token ids such as "1 2 3" for a model card. Repeatable.'),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logging.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the `helix` script and of the scripts under launch/."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO,
         format="%(message)s",
@@ -78,7 +83,7 @@ def _speaks() -> bool:
 @app.command()
 def generate(
     config: ConfigOption,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Prompt text. Repeatable.")] = None,
+    prompt: PromptOption = None,
     raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a chat message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -89,7 +94,6 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string. Repeatable.")] = None,
     set_: SetOption = None,
     json_: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Answer prompts; one prompt is streamed as its tokens come, several are batched."""
     from helix.engine.sampling import SamplingParams
@@ -108,7 +112,9 @@ def generate(
     with _open_engine(run) as engine:
         chat = not raw and engine.has_chat_template
         prompts: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
-        if len(prompts) == 1 and not json_:
+        if engine.tokenizer is None:
+            prompts = [_token_ids(text) for text in texts]
+        if len(prompts) == 1 and not json_ and engine.tokenizer is not None:
             _print_stream(engine, prompts[0], params)
         else:
             _print_outputs(engine.generate(prompts, params), engine, json_)
@@ -131,6 +137,15 @@ def _open_engine(run: RunConfig) -> Engine:
         )
 
 
+def _token_ids(text: str) -> list[int]:
+    """A prompt for an engine without a tokenizer, as that of a model card: token ids between spaces or commas."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        message = f"--prompt {text!r}: there is no tokenizer here; give token ids, such as --prompt '1 2 3'"
+        raise RequestError(message) from None
+
+
 def _print_stream(engine: Engine, prompt: Any, params: SamplingParams) -> None:
     generation = engine.stream(prompt, params)
     for piece in generation:
@@ -144,7 +159,7 @@ def _print_outputs(outputs: list[Output], engine: Engine, as_json: bool) -> None
         print(json.dumps({"layout": str(engine.layout), "outputs": [asdict(one) for one in outputs]}))
         return
     for output in outputs:
-        print(output.text)
+        print(output.token_ids if engine.tokenizer is None else output.text)
         print("---")
     print(_summary(engine, outputs), flush=True)
 
@@ -166,24 +181,22 @@ def check(
     num_ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks to check for (default: kvp x tpa).")] = None,
     set_: SetOption = None,
     json_: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Validate a config and print its layout, groups, bytes a rank and capacity. Starts nothing, reads no weights."""
     from helix.check import check as run_check
 
     found = run_check(load_config(config, set_ or []), num_ranks)
     if json_:
-        fields = {
-            name: getattr(found, name)
-            for name in found.__dataclass_fields__
-            if name not in ("spec", "layout")
-        }
+        fields = {name: getattr(found, name) for name in found.__dataclass_fields__ if name not in ("spec", "layout")}
+        fields["parameters"] = asdict(found.parameters)
         print(json.dumps({"layout": asdict(found.layout), "groups": found.groups(), **fields}))
         return
     console = Console()
     spec = found.spec
+    kv_heads = "1 latent KV head" if spec.mla else f"{spec.num_kv_heads} KV heads"
     console.print(
-        f"{spec.model_type}: {spec.num_layers} layers, {spec.num_heads} query and {spec.num_kv_heads} KV heads, {found.dtype}"
+        f"{spec.model_type}: {_billions(found.parameters.total)} parameters, {spec.num_layers} layers, "
+        f"{spec.num_heads} query heads, {kv_heads}, {found.dtype}"
     )
     console.print(f"layout {found.layout} on {found.layout.num_ranks} ranks, {found.padded_heads} padded query heads")
     table = Table("axis", "groups of ranks")
@@ -193,28 +206,65 @@ def check(
     low, high = min(found.weights_bytes), max(found.weights_bytes)
     console.print(f"weights a rank   {_bytes(high)}" + (f" (smallest {_bytes(low)})" if low != high else ""))
     console.print(f"KV a rank        {found.kv_bytes_per_token:.0f} B for each token of a sequence")
-    console.print(
-        f"capacity         {found.capacity_tokens} tokens: {found.num_page_rows} page rows (from {found.page_rows_from}), "
-        f"{_bytes(found.num_page_rows * found.page_row_bytes)} a rank"
-    )
+    if found.num_page_rows is None:
+        console.print(f"capacity         unknown here: {found.page_rows_from}")
+    else:
+        console.print(
+            f"capacity         {found.capacity_tokens} tokens: {found.num_page_rows} page rows "
+            f"(from {found.page_rows_from}), "
+            f"{_bytes(found.num_page_rows * found.page_row_bytes)} a rank"
+        )
     console.print(f"longest context  {found.max_context} tokens")
+
+
+@app.command()
+def models(json_: JsonOption = False) -> None:
+    """List the model cards: parameters, KV cache, heads, and how many legal layouts each has on 8, 16 and 64 GPUs."""
+    from helix.models import survey
+
+    found = survey()
+    if json_:
+        print(json.dumps({"models": [asdict(one) for one in found]}))
+        return
+    table = Table("card", "parameters", "active", "layers", "Q heads", "KV heads", "KV B/token", box=box.SIMPLE)
+    for layouts in found[0].layouts:
+        table.add_column(f"{layouts.num_ranks} GPUs")
+    for one in found:
+        table.add_row(
+            one.card,
+            _billions(one.parameters),
+            _billions(one.active_parameters),
+            str(one.num_layers),
+            str(one.num_query_heads),
+            "1 latent" if one.latent else str(one.num_kv_heads),
+            str(one.kv_bytes_per_token),
+            *(f"{layouts.count}: {layouts.example_text}" for layouts in one.layouts),
+        )
+    # A table squeezed into a narrow terminal cannot be read; wrapped lines can.
+    console = Console()
+    Console(width=max(console.width, 120)).print(table)
+    print("parameters: without layers for multi-token prediction; active: of them, those that one token uses")
+    print("KV B/token: bytes of KV cache for a token in bf16, over all layers and KV heads")
+    print("GPUs: number of legal layouts, and the one that layout: auto takes, as kvp x tpa | tpf x ep")
 
 
 @app.command()
 def verify(
     config: ConfigOption,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Prompt text. Repeatable.")] = None,
+    prompt: PromptOption = None,
     num_tokens: Annotated[int, typer.Option("--tokens", help="Greedy tokens compared for each prompt.")] = 32,
-    tolerance: Annotated[float | None, typer.Option(help="Bound on a logit's absolute error (default by dtype).")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Bound on a logit's absolute error.")] = None,
     set_: SetOption = None,
     json_: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compare the configured layout with one unsharded rank on the same weights; exit code 1 where they differ."""
     from helix.verify import verify as run_verify
 
     run = load_config(config, set_ or [])
-    report = run_verify(run, prompt or list(_VERIFY_PROMPTS), num_tokens, tolerance)
+    prompts: list[Any] = prompt or list(_VERIFY_PROMPTS)
+    if run.model.card:
+        prompts = [_token_ids(text) for text in prompt] if prompt else list(_VERIFY_TOKENS)
+    report = run_verify(run, prompts, num_tokens, tolerance)
     if json_:
         print(json.dumps({**asdict(report), "exact": report.exact, "first_layer": report.first_layer}))
     else:
@@ -228,6 +278,7 @@ _VERIFY_PROMPTS = (
     "Once upon a time, in a small village at the foot of a mountain, there lived an old clockmaker who",
     "1",
 )
+_VERIFY_TOKENS = ((1, 2, 3, 4, 5), tuple(range(100, 160)), (1,))
 
 
 def _print_report(report: Report) -> None:
@@ -247,6 +298,10 @@ def _print_report(report: Report) -> None:
         f"{verdict}: layout {report.layout} against one rank, {report.dtype}, max error {report.max_error:.2e}, "
         f"tolerance {report.tolerance:.0e}"
     )
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.4g}B"
 
 
 def _bytes(count: float) -> str:

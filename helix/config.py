@@ -16,6 +16,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 import yaml
@@ -295,30 +296,31 @@ def _merge(base: Mapping[Any, Any], layer: Mapping[Any, Any]) -> dict[Any, Any]:
     return merged
 
 
-def _place_model(layer: Mapping[Any, Any], directories: Sequence[str] = ("",)) -> dict[Any, Any]:
+def _place_model(layer: Mapping[Any, Any], directories: Sequence[Path] = (Path(),)) -> dict[Any, Any]:
     """`layer` with its model section as a mapping, and ``model.path`` found in the first of `directories` it is in."""
     placed = dict(layer)
     model = placed.get("model")
     if isinstance(model, os.PathLike):
         model = {"path": model}
     if isinstance(model, str):
-        found = _find_path(model, directories)
-        is_path = os.path.isdir(found) or os.sep in model or model.startswith((".", "~"))
-        placed["model"] = {"path": found} if is_path else {"card": model}
+        found = _find(model, directories)
+        is_path = os.sep in model or model.startswith((".", "~")) or (found is not None and found.is_dir())
+        placed["model"] = {"path": str(found or model)} if is_path else {"card": model}
     elif isinstance(model, Mapping) and isinstance(model.get("path"), (str, os.PathLike)):
-        placed["model"] = {**model, "path": _find_path(os.fsdecode(model["path"]), directories)}
+        text = os.fsdecode(model["path"])
+        placed["model"] = {**model, "path": str(_find(text, directories) or text)}
     return placed
 
 
-def _find_path(text: str, directories: Sequence[str]) -> str:
-    if not text:
-        return text
-    try:
-        text = os.path.expanduser(text)
-    except ValueError:  # a NUL byte or a lone surrogate behind "~": no such directory, as the loader will say
-        return text
-    candidates = (os.path.join(directory, text) for directory in directories)
-    return next((candidate for candidate in candidates if os.path.exists(candidate)), text)
+def _find(text: str, directories: Sequence[Path]) -> Path | None:
+    for directory in directories if text else ():
+        try:
+            candidate = directory / Path(text).expanduser()
+            if candidate.exists():
+                return candidate
+        except (OSError, RuntimeError, ValueError):
+            continue  # a name too long, an unknown ~user, a NUL byte: not there, as the loader will say
+    return None
 
 
 def _origin(name: str, *, overridden: bool = False) -> str:
@@ -400,7 +402,7 @@ def _read_file(name: str) -> dict[Any, Any]:
     """The sections in the YAML file `name`, its ``model.path`` found."""
     origin = _origin(name)
     try:
-        with open(name, "rb") as file:
+        with Path(name).open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(f"{origin}: there is no such file{_near_files(name)}") from error
@@ -421,19 +423,20 @@ def _read_file(name: str) -> dict[Any, Any]:
         raise ConfigError(f"{origin}: is empty; it needs at least a model, such as: model: {{path: DIRECTORY}}")
     if not isinstance(content, dict):
         raise ConfigError(f"{origin}: is {_kind(content)}; expected a mapping with the keys {', '.join(_SECTIONS)}")
-    here = os.path.dirname(os.path.abspath(name))
-    return _place_model(content, ("", here, os.path.dirname(here)))
+    here = Path(name).parent.resolve()
+    return _place_model(content, (Path(), here, here.parent))
 
 
 def _near_files(name: str) -> str:
-    directory, wanted = os.path.split(name)
+    path = Path(name)
+    directory = "the current directory" if path.parent == Path() else str(path.parent)
     try:
-        present = sorted(one for one in os.listdir(directory or ".") if one.isprintable())
+        present = sorted(one.name for one in path.parent.iterdir() if one.name.isprintable())
     except OSError:
         return f", nor a directory {directory}"
-    near = difflib.get_close_matches(wanted, present, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(path.name, present, n=3, cutoff=0.5)
     near = near or [one for one in present if one.endswith((".yaml", ".yml"))][:5]
-    return f"; in {directory or 'the current directory'}: {', '.join(near)}" if near else ""
+    return f"; in {directory}: {', '.join(near)}" if near else ""
 
 
 # ---- checking, and saying what is wrong ----
@@ -552,7 +555,7 @@ def _text_fault(value: str, choices: Sequence[str], number: Mapping[str, Any] | 
         return f"is text: write {value.lower()} without quotes"
     if "string" in kinds:
         return "is not valid Unicode" if value else "is empty"
-    near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.5)
     if near:
         return f"is not known, did you mean {near[0]}?"
     return "is not known" if choices else "is text"

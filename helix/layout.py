@@ -33,7 +33,7 @@ class Slice:
 
 
 def padded_slice(total: int, parts: int, index: int) -> Slice:
-    """Part `index` of `total` entries in `parts` equally wide parts; the last parts are padded where it does not divide."""
+    """Part `index` of `total` entries in `parts` equally wide parts; the last ones are padded if it does not divide."""
     width = -(-total // parts)
     start = min(index * width, total)
     return Slice(start, min(start + width, total), width, total)
@@ -61,8 +61,8 @@ class Coords:
 class Layout:
     """The four sizes of a Helix layout.
 
-    Rank order: ``rank = tpa_rank * kvp + kvp_rank`` and ``rank = ep_rank * tpf + tpf_rank``. With KVP the fast axis, the
-    head slice that a rank holds after the exchange is slice number ``rank`` of the output projection.
+    Rank order: ``rank = tpa_rank * kvp + kvp_rank`` and ``rank = ep_rank * tpf + tpf_rank``. With KVP the fast axis,
+    the head slice that a rank holds after the exchange is slice number ``rank`` of the output projection.
 
     `duplicate_kv` is the baseline that Helix replaces: TPA beyond the number of KV heads, each KV head copied.
     """
@@ -194,7 +194,7 @@ def layout_problem(spec: ModelSpec, layout: Layout) -> str | None:
     if layout.tpf * layout.ep != n:
         return (
             f"layout.tpf={layout.tpf} x layout.ep={layout.ep} is {layout.tpf * layout.ep} ranks, but "
-            f"kvp={layout.kvp} x tpa={layout.tpa} is {n}: the same ranks serve both phases, so the products must be equal"
+            f"kvp={layout.kvp} x tpa={layout.tpa} is {n}: the same ranks serve both phases, so both must give the same"
         )
     return _attention_problem(spec, layout) or _ffn_problem(spec, layout)
 
@@ -283,8 +283,8 @@ def default_layout(spec: ModelSpec, num_ranks: int) -> tuple[Layout, str]:
 
     best = min(options, key=rank_of)
     reason = (
-        f"no KV copied, {padded_heads(spec, best)} padded query heads (the fewest possible), and the largest tpa among those, "
-        "since kvp repeats the QKV weights and tpa cuts them"
+        f"no KV copied, {padded_heads(spec, best)} padded query heads (the fewest possible), and the largest tpa among "
+        "those, since kvp repeats the QKV weights and tpa cuts them"
     )
     return best, reason
 

@@ -14,8 +14,8 @@ from typing import Literal
 class RotarySpec:
     """Rotary embedding settings: `kind` and the numbers that kind reads.
 
-    `parameters` holds the checkpoint's own keys (``factor``, ``beta_fast``, ``mscale`` ...) as sorted pairs, so that the
-    spec stays hashable. `dim` is the number of rotated values per head.
+    `parameters` holds the checkpoint's own keys (``factor``, ``beta_fast``, ``mscale`` ...) as sorted pairs, so that
+    the spec stays hashable. `dim` is the number of rotated values per head.
     """
 
     theta: float
@@ -42,7 +42,7 @@ class MLASpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Mixture of experts in the FFN."""
+    """Mixture of experts in the FFN; the first `num_dense_layers` layers and `dense_layers` have a plain MLP instead."""
 
     num_experts: int
     experts_per_token: int
@@ -57,6 +57,10 @@ class MoESpec:
     correction_bias: bool = False
     num_dense_layers: int = 0
     dense_layers: tuple[int, ...] = ()
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether layer number `layer` has a plain MLP."""
+        return layer < self.num_dense_layers or layer in self.dense_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +90,14 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = field(default=())
     mla: MLASpec | None = None
     moe: MoESpec | None = None
+    num_mtp_layers: int = 0
 
     @property
     def attention_scale(self) -> float:
         """Factor on q.k before the softmax."""
         if self.softmax_scale is not None:
             return self.softmax_scale
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
     @property
     def cache_heads(self) -> int:

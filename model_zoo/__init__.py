@@ -6,7 +6,7 @@ Reads JSON only: no code and no pickle of a checkpoint is ever loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -14,10 +14,18 @@ from typing import Any, Final, Protocol
 
 from helix.errors import CheckpointError
 from helix.model_spec import ModelSpec
-from model_zoo import llama, mistral, qwen2, qwen3
+from model_zoo import deepseek_v2, deepseek_v3, kimi_k2, kimi_k25, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from model_zoo.hf_config import ConfigReader
 
-__all__ = ["FAMILIES", "Family", "generation_eos", "load_spec", "spec_from_config"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "generation_eos",
+    "load_spec",
+    "skipped_tensors",
+    "spec_from_config",
+    "text_names",
+]
 
 
 class Family(Protocol):
@@ -29,8 +37,39 @@ class Family(Protocol):
 
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
-    {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+    {
+        "deepseek_v2": deepseek_v2,
+        "deepseek_v3": deepseek_v3,
+        "kimi_k2": kimi_k2,
+        "kimi_k25": kimi_k25,
+        "llama": llama,
+        "mistral": mistral,
+        "mixtral": mixtral,
+        "qwen2": qwen2,
+        "qwen3": qwen3,
+        "qwen3_moe": qwen3_moe,
+    }
 )
+
+# Families whose checkpoints call the text model's tensors by other names than its layers do.
+_TEXT_NAMES: Final[Mapping[str, Callable[[str], str]]] = MappingProxyType(
+    {"kimi_k25": kimi_k25.text_name, "mixtral": mixtral.text_name}
+)
+# Families whose checkpoints hold tensors that the text model does not have.
+_SKIPPED: Final[Mapping[str, Callable[[ModelSpec], tuple[str, ...]]]] = MappingProxyType(
+    {family: module.skipped_tensors for family, module in (("deepseek_v3", deepseek_v3), ("kimi_k2", kimi_k2), ("kimi_k25", kimi_k25))}
+)
+
+
+def text_names(spec: ModelSpec) -> Callable[[str], str] | None:
+    """How a tensor's name in the files becomes the name that layers use; None where they are the same."""
+    return _TEXT_NAMES.get(spec.model_type)
+
+
+def skipped_tensors(spec: ModelSpec) -> tuple[str, ...]:
+    """Patterns, of names in the files, of what a checkpoint holds besides the text model: vision, token prediction."""
+    skipped = _SKIPPED.get(spec.model_type)
+    return skipped(spec) if skipped else ()
 
 
 def load_spec(directory: Path) -> ModelSpec:

@@ -154,15 +154,24 @@ def dense_spec(config: ConfigReader, model_type: str, defaults: DenseDefaults) -
 
 
 def refuse_quantization(config: ConfigReader) -> None:
-    """Raise for a quantised checkpoint: its tensors are not the weights that the architecture names."""
+    """Raise for a quantised checkpoint, whose tensors are not the weights that the architecture names.
+
+    FP8 with block scales passes: the loader dequantises it, tensor by tensor as each one's dtype says. So
+    ``modules_to_not_convert``, which lists the tensors that are stored as they are, needs no reading.
+    """
     for key in ("quantization_config", "compression_config"):
         table = config.table(key)
-        if table:
-            method = table.get("quant_method", "unknown")
+        if not table:
+            continue
+        method = table.get("quant_method", "unknown")
+        if method != "fp8":
             raise CheckpointError(
-                f"{key} says that the weights are quantised (quant_method {method!r}); supported are "
-                f"unquantised checkpoints in {_one_of(DTYPES)}"
+                f"{config.prefix}{key} says that the weights are quantised (quant_method {method!r}); supported are "
+                f"quant_method 'fp8' with weight_block_size, and unquantised checkpoints in {_one_of(DTYPES)}"
             )
+        if table.get("weight_block_size") is None:
+            right = "the size of the blocks that share a scale, such as [128, 128]; other FP8 forms are not supported"
+            raise ConfigReader(table, f"{config.prefix}{key}.").error("weight_block_size", None, right)
 
 
 def refuse_sliding_layers(config: ConfigReader, num_layers: int) -> None:

@@ -1,0 +1,1 @@
+"""The suite: unit (no ranks), kernels, parallel (gloo ranks), e2e."""

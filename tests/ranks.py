@@ -1,4 +1,4 @@
-"""A pool of rank processes that outlives single tests: starting ranks costs seconds, a job on running ones milliseconds."""
+"""A pool of rank processes that outlives single tests: starting ranks costs seconds, a job on them milliseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from helix.comm.world import World, join_world, single_world
 from helix.config import LaunchEnv
@@ -24,7 +24,7 @@ class RankPool:
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "deepspeed.comm", "helix.engine.engine", "transformers"])
-        self._store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._num_jobs = 0
 
@@ -43,10 +43,10 @@ class RankPool:
             if not ready:
                 errors.append(f"ranks {sorted(pending.values())} gave no answer within {timeout_s} s")
                 break
-            for pipe in ready:
-                rank = pending.pop(pipe)  # type: ignore[call-overload]
+            for pipe in [one for one in pending if one in ready]:
+                rank = pending.pop(pipe)
                 try:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                    ok, value = pipe.recv()
                 except EOFError:
                     ok, value = False, "the process ended"
                 results[rank] = value
@@ -75,14 +75,14 @@ class RankPool:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
-    client = torch_dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
         try:
             rank, size, name, job, args = pipe.recv()
         except EOFError:
             return
         try:
-            world = _join(rank, size, torch_dist.PrefixStore(name, client))
+            world = _join(rank, size, PrefixStore(name, client))
             value = job(world, *args)
             world.close()
             pipe.send((True, value))

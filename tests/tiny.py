@@ -41,6 +41,39 @@ _LLAMA3_ROPE = {
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+_LATENT = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+
+# The two mscales differ, so that the softmax's part cannot be taken for that of cos and sin.
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+}
+
+
+def deepseek_v2(**changes: Any) -> Any:
+    """All layers dense; no query latent, as in V2-Lite."""
+    dense = {"q_lora_rank": None, "first_k_dense_replace": 2, "rope_parameters": DEEPSEEK_ROPE}
+    return transformers.DeepseekV2Config(**(_COMMON | _LATENT | dense | changes))
+
+
+def deepseek_v3(**changes: Any) -> Any:
+    """All layers dense, 5 heads. The norms' epsilon is large because that of the latents' norms is another one."""
+    dense = {"q_lora_rank": 20, "first_k_dense_replace": 2, "rope_parameters": DEEPSEEK_ROPE}
+    extra = {"num_attention_heads": 5, "num_key_value_heads": 5, "attention_bias": True, "rms_norm_eps": 1e-2}
+    return transformers.DeepseekV3Config(**(_COMMON | _LATENT | dense | extra | changes))
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: _llama(rope_parameters=_LLAMA3_ROPE),
     "llama_bias": lambda: _llama(
@@ -58,6 +91,51 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(
         **_COMMON, num_attention_heads=6, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True
+    ),
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "mixtral": lambda: transformers.MixtralConfig(
+        **(_COMMON | {"intermediate_size": 26}),
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=7,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **(_COMMON | {"num_hidden_layers": 3}),
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        mlp_only_layers=[1],
+        num_experts=9,
+        num_experts_per_tok=3,
+        moe_intermediate_size=22,
+        norm_topk_prob=True,
+    ),
+    "deepseek_v2_moe": lambda: transformers.DeepseekV2Config(
+        **(_COMMON | _LATENT | {"num_hidden_layers": 3}),
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        moe_intermediate_size=11,
+        num_experts_per_tok=3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek_v3_moe": lambda: transformers.DeepseekV3Config(
+        **(_COMMON | _LATENT | {"num_hidden_layers": 3}),
+        q_lora_rank=20,
+        first_k_dense_replace=1,
+        n_routed_experts=10,
+        n_shared_experts=1,
+        moe_intermediate_size=22,
+        num_experts_per_tok=3,
+        n_group=2,
+        topk_group=1,
     ),
 }
 
@@ -77,7 +155,9 @@ class TinyModels:
     def model(self, family: str) -> Any:
         if family not in self._models:
             torch.manual_seed(sum(family.encode()))
-            model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager")
+            model = transformers.AutoModelForCausalLM.from_config(
+                FAMILIES[family](), attn_implementation="eager", experts_implementation="eager"
+            )
             _disturb(model)
             model.generation_config.eos_token_id = None
             model.float().eval().save_pretrained(self.directory / family)
@@ -87,7 +167,8 @@ class TinyModels:
     def logits(self, family: str, token_ids: Sequence[int]) -> Tensor:
         """fp32 logits [len, V] by transformers."""
         with torch.inference_mode():
-            return self.model(family)(torch.tensor([list(token_ids)])).logits[0].float()
+            logits: Tensor = self.model(family)(torch.tensor([list(token_ids)])).logits[0]
+        return logits.float()
 
     def greedy(self, family: str, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Greedy continuation by transformers; asked for once, since layouts share prompts."""
@@ -111,6 +192,9 @@ def _disturb(model: Any) -> None:
             if parameter.dim() == 1:
                 noise = 0.2 * torch.randn(parameter.shape, generator=generator)
                 parameter.add_(noise if "bias" in name or "norm" in name else 0.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 97) -> list[int]:

@@ -39,7 +39,13 @@ def page_bytes(spec: ModelSpec, layout: Layout, page_tokens: int, itemsize: int)
 
 
 def build_cache(
-    spec: ModelSpec, layout: Layout, rank: int, num_rows: int, page_tokens: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    layout: Layout,
+    rank: int,
+    num_rows: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KVCache:
     """Allocate the pools; memory is left as it comes, since no slot is read before it was written."""
     num_kv = attention_shard(spec, layout, rank).num_kv

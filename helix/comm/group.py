@@ -1,8 +1,8 @@
 """`Group`: the ranks along one axis of a layout, and the collectives among them. Wraps `deepspeed.comm`.
 
-Outputs are owned by the caller, so that a captured graph never holds a buffer that can move. A group of size 1 takes the
-same path through the same methods and copies. Every collective reports to the monitor before it starts, which is how a
-rank that stays behind is found, and is counted in `traffic`.
+Outputs are owned by the caller, so that a captured graph never holds a buffer that can move. A group of size 1 takes
+the same path through the same methods and copies. Every collective reports to the monitor before it starts, which is
+how a rank that stays behind is found, and is counted in `traffic`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def find_stalled(ranks: Sequence[Progress], stall_timeout_s: float, heartbeat_s:
     if not stalled:
         return None
     worst = max(stalled, key=lambda one: (one.ticks_late, -one.rank))
-    ahead = [one.rank for one in ranks if one.pulse.num_collectives > worst.pulse.num_collectives]
+    ahead = sorted(one.rank for one in ranks if one.pulse.num_collectives > worst.pulse.num_collectives)
     reason = f"made no progress for {max(stall_timeout_s, worst.pulse.limit_s):g} s, last seen at {worst.pulse.place}"
     if ahead:
         reason += f", while {rank_list(ahead)} waited further on"

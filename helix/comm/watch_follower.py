@@ -89,9 +89,11 @@ class FollowerWatch(Watch):
     def _tick(self) -> None:
         self._link.send("pulse", **asdict(self._monitor.pulse()))
         if self._leader_left:
+            # If rank 0 still waits for our goodbye, its judgement comes first.
             self._ticks_alone += 1
-            if self._ticks_alone * self.times.heartbeat_s > self.times.goodbye_s:
-                self._end(RankFailure(self.rank, self.times.absence_reason(self.times.goodbye_s)))
+            patience_s = self.times.goodbye_s + self.times.answer_s
+            if self._ticks_alone * self.times.heartbeat_s > patience_s:
+                self._end(RankFailure(self.rank, self.times.absence_reason(patience_s)))
             return
         self._ticks_silent += 1
         reason = self.times.silence_reason(self._ticks_silent, self._leader.pulse)

@@ -1,13 +1,14 @@
 """`World`: the ranks of one engine, from rendezvous to goodbye. With `mesh`, the only user of `deepspeed.comm`.
 
 Every rank meets at one TCP store, then starts the monitor (so that a rank that never comes, or dies while the others
-still connect, is noticed), then the process group. Nothing here outlives `World.close`: a second world can follow in the
-same process.
+still connect, is noticed), then the process group. Nothing here outlives `World.close`: a second world can follow in
+the same process.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,13 +112,16 @@ def join_world(
         raise
     ranks = tuple(range(env.world_size))
     group = Group("world", ranks, env.rank, comm, comm.get_world_group(), monitor.beat)
-    return World(rank=env.rank, size=env.world_size, device=device, group=group, monitor=monitor, comm=comm, store=store)
+    return World(
+        rank=env.rank, size=env.world_size, device=device, group=group, monitor=monitor, comm=comm, store=store
+    )
 
 
-def open_store(address: str, port: int, *, serve: bool) -> torch_dist.TCPStore:
+def open_store(address: str, port: int, *, serve: bool) -> Any:
     """The rendezvous store at `address`:`port`; port 0 with `serve` takes a free one (see ``store.port``)."""
     try:
-        return torch_dist.TCPStore(address, port, is_master=serve, timeout=_RENDEZVOUS_TIMEOUT, wait_for_workers=False)
+        make: Any = torch_dist.TCPStore  # type: ignore[attr-defined]
+        return make(address, port, is_master=serve, timeout=_RENDEZVOUS_TIMEOUT, wait_for_workers=False)
     except (RuntimeError, torch_dist.DistError) as error:
         if serve:
             raise ConfigError(
@@ -146,6 +150,8 @@ def _import_comm(env: LaunchEnv, device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if env.local_size == env.world_size and env.master_addr in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # deepspeed.comm calls the collectives by names that torch 2.13 renamed; the user cannot change that.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed.comm as comm
     import deepspeed.ops
 

@@ -46,7 +46,9 @@ def build_batch(plan: StepPlan, rule: PageRule, kvp_rank: int, device: torch.dev
 def local_len(num_tokens: np.ndarray, rule: PageRule, kvp_rank: int) -> np.ndarray:
     """`PageRule.local_len` over an array."""
     full, rest = np.divmod(num_tokens, rule.row_tokens)
-    return full * rule.page_tokens + np.clip(rest - kvp_rank * rule.page_tokens, 0, rule.page_tokens)
+    lengths: np.ndarray = full * rule.page_tokens
+    lengths += np.clip(rest - kvp_rank * rule.page_tokens, 0, rule.page_tokens)
+    return lengths
 
 
 def _slots(position: np.ndarray, rows: np.ndarray, rule: PageRule, kvp_rank: int) -> np.ndarray:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import psutil
@@ -22,21 +23,48 @@ from helix.layers.decoder import Decoder
 from helix.layout import Layout, PageRule, check_layout, default_layout, with_defaults
 from helix.model_spec import ModelSpec
 from helix.weights import dummy_weights, load_weights
-from model_zoo import load_spec
+from model_zoo import load_spec, skipped_tensors, text_names
+from model_zoo.cards import load_card
 
 log = logging.getLogger("helix")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Types of devices that have a product with FP8 weights, which `model.keep_fp8` needs.
+FP8_DEVICES: frozenset[str] = frozenset()
 
 # On a CPU the cache shares the memory with everything else on the machine, so only a quarter of what is free is taken.
 _CPU_SHARE = 0.25
 
 
 def resolve_spec(config: RunConfig) -> ModelSpec:
-    """The model's spec from its checkpoint directory."""
-    if config.model.path is None:
-        raise ConfigError("model.path: a checkpoint directory is needed")
-    return load_spec(Path(config.model.path))
+    """The model's spec, from its checkpoint directory or its card, cut to `model.num_layers`.
+
+    Raises
+    ------
+    ConfigError, CheckpointError
+        No such card or checkpoint, a card without ``load: dummy``, or `model.keep_fp8` where nothing can use it.
+    """
+    _check_keep_fp8(config)
+    if config.model.card is None:
+        return with_num_layers(load_spec(Path(str(config.model.path))), config.model.num_layers)
+    spec = load_card(config.model.card)
+    if config.model.load != "dummy":
+        raise ConfigError(
+            f"model.card={config.model.card} has no weights; set model.load: dummy for random weights of its shapes, or "
+            "give model.path the directory of a checkpoint"
+        )
+    return with_num_layers(spec, config.model.num_layers)
+
+
+def _check_keep_fp8(config: RunConfig) -> None:
+    """Refuse `model.keep_fp8` where no layer computes with FP8 weights."""
+    device = "cuda" if config.engine.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if config.model.keep_fp8 and device not in FP8_DEVICES:
+        raise ConfigError(
+            f"model.keep_fp8=true: there is no product with FP8 weights on {device} devices; set it to false, and FP8 "
+            "weights are dequantised to model.dtype while they are loaded"
+        )
 
 
 def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) -> Layout:
@@ -89,7 +117,7 @@ def build_core(
     dtype = resolve_dtype(config.model.dtype, spec, device)
     mesh = build_mesh(layout, world)
     model = Decoder(spec, mesh, config.comm, dtype=dtype, device=device)
-    _fill(model, config, world, progress)
+    _fill(model, spec, config, world, progress)
     rule = PageRule(config.cache.page_tokens, layout.kvp)
     max_context = resolve_context(config, spec)
     cache_dtype = dtype if config.cache.dtype == "auto" else DTYPES[config.cache.dtype]
@@ -115,41 +143,76 @@ def page_rows(
     device: torch.device,
     ranks_here: int,
 ) -> int:
-    """Page rows of this rank's pool: as configured, or what fits, but never more than max_batch full contexts need."""
-    if config.cache.num_page_rows != "auto":
-        return config.cache.num_page_rows
+    """Page rows of this rank's pool, once its weights are loaded."""
     row_bytes = page_bytes(spec, layout, rule.page_tokens, dtype.itemsize)
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        budget = free * config.cache.memory_fraction
-    else:
-        budget = psutil.virtual_memory().available * config.cache.memory_fraction * _CPU_SHARE / ranks_here
-    useful = rule.rows_for(max_context) * config.engine.max_batch
-    rows = min(int(budget // row_bytes), useful)
+    budget = cache_budget(config, device, ranks_here)
+    rows = fitting_rows(config, rule, max_context, row_bytes, budget)
     if rows < 1:
         raise ConfigError(
-            f"cache: one page row takes {row_bytes} bytes on each rank, but only {int(budget)} are left after the weights; "
-            "use more ranks, a smaller cache.page_tokens, or a higher cache.memory_fraction"
+            f"cache: one page row takes {row_bytes} bytes on each rank, but only {budget} are left after the "
+            "weights; use more ranks, a smaller cache.page_tokens, or a higher cache.memory_fraction"
         )
     return rows
 
 
-def _fill(model: Decoder, config: RunConfig, world: World, progress: Callable[[str, int], None] | None) -> None:
+def cache_budget(config: RunConfig, device: torch.device, ranks_here: int, weights_bytes: int = 0) -> int:
+    """Bytes that this rank's cache may take of the memory that is free now, less `weights_bytes` not yet loaded.
+
+    `ranks_here` ranks share the memory of a CPU. Below zero where the weights do not fit.
+    """
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return int((free - weights_bytes) * config.cache.memory_fraction)
+    free = psutil.virtual_memory().available // ranks_here
+    return int((free - weights_bytes) * config.cache.memory_fraction * _CPU_SHARE)
+
+
+def fitting_rows(config: RunConfig, rule: PageRule, max_context: int, row_bytes: int, budget: int) -> int:
+    """Page rows as configured, or what `budget` bytes hold, but never more than max_batch full contexts need."""
+    if config.cache.num_page_rows != "auto":
+        return config.cache.num_page_rows
+    useful = rule.rows_for(max_context) * config.engine.max_batch
+    return min(max(budget, 0) // row_bytes, useful)
+
+
+def _fill(
+    model: Decoder,
+    spec: ModelSpec,
+    config: RunConfig,
+    world: World,
+    progress: Callable[[str, int], None] | None,
+) -> None:
     def report(name: str, num_bytes: int) -> None:
         world.monitor.work(f"loading {name}")
         if progress is not None:
             progress(name, num_bytes)
 
     if config.model.load == "dummy":
-        dummy_weights(model, config.engine.seed)
-    else:
-        load_weights(model, Path(str(config.model.path)), ignore=ignored_tensors(model), progress=report)
+        dummy_weights(model, config.engine.seed, progress=report)
+        return
+    ignore = ignored_tensors(model, spec)
+    loaded = load_weights(
+        model,
+        Path(str(config.model.path)),
+        ignore=ignore,
+        rename=text_names(spec),
+        progress=report,
+    )
+    if loaded.ignored and world.rank == 0:
+        log.info("weights: %s", skipped_line(loaded.ignored, ignore))
 
 
-def ignored_tensors(model: Decoder) -> tuple[str, ...]:
-    """Patterns of checkpoint tensors that no layer reads: buffers of old checkpoints, and a tied head stored twice."""
-    patterns = ("*.rotary_emb.inv_freq",)
+def ignored_tensors(model: Decoder, spec: ModelSpec) -> tuple[str, ...]:
+    """Patterns of checkpoint tensors that no layer reads: what is not of the text model, and what is stored twice."""
+    patterns = (*skipped_tensors(spec), "*.rotary_emb.inv_freq")
     return (*patterns, "lm_head.weight") if model.head.linear is None else patterns
+
+
+def skipped_line(names: Sequence[str], patterns: Sequence[str]) -> str:
+    """What a checkpoint holds that is not loaded: one line, with a count for each pattern, for thousands of tensors."""
+    counts = {pattern: sum(fnmatchcase(name, pattern) for name in names) for pattern in patterns}
+    parts = ", ".join(f"{pattern} ({count})" for pattern, count in counts.items() if count)
+    return f"skipped {len(names)} tensors of the checkpoint that the model does not use: {parts}"
 
 
 def _agree(group: Group, value: int) -> int:

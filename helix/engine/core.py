@@ -1,7 +1,7 @@
 """`EngineCore`: one rank's half of the engine. All ranks run the same steps on the same requests.
 
 A step on every rank: receive the new and cancelled requests (rank 0 broadcasts them) -> `Scheduler.plan` -> `Batch` ->
-model -> logits -> rank 0 samples and broadcasts the tokens -> `Scheduler.commit`. Everything else is computed, never sent.
+model -> logits -> rank 0 samples and broadcasts the tokens -> `Scheduler.commit`. All else is computed, never sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helix.cache.pools import build_cache
+from helix.cache.pools import KVCache
 from helix.comm.mesh import Mesh
 from helix.comm.world import World
 from helix.engine.batch import build_batch
@@ -75,8 +75,8 @@ def _request_from_wire(fields: dict[str, Any]) -> Request:
 class StepSinks:
     """What rank 0 does with a step's results; the other ranks have none.
 
-    `sample(logits [R, V], items)` gives one token id a row (-1: the row cannot be sampled). `collect(item, first, logits)`
-    receives logits of positions ``first ...`` of an item that wants all of them. `tap` sees each layer's output.
+    `sample(logits [R, V], items)` gives one token id a row (-1: the row cannot be sampled). `collect(item, first,
+    logits)` receives logits of positions ``first ...`` of an item that wants all. `tap` sees each layer's output.
     """
 
     sample: Callable[[Tensor, Sequence[StepItem]], list[int]]
@@ -101,7 +101,7 @@ class EngineCore:
     model: Decoder
     rule: PageRule
     scheduler: Scheduler
-    cache: Any
+    cache: KVCache
     check_schedule: bool = False
     num_steps: int = field(default=0)
 

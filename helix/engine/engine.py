@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -89,9 +88,10 @@ class Engine:
             raise SystemExit(0)
         self.spec: ModelSpec = resolve_spec(self.config)
         self.layout: Layout = resolve_layout(self.config, self.spec, self._num_ranks(env, world))
-        path = Path(str(self.config.model.path))
-        self.tokenizer = load_tokenizer(path)
-        self.eos_token_ids = frozenset(generation_eos(path))
+        # A model card has no directory beside it: no tokenizer, and the ends that its own config names.
+        path = Path(self.config.model.path) if self.config.model.path else None
+        self.tokenizer = load_tokenizer(path) if path else None
+        self.eos_token_ids = frozenset(generation_eos(path) if path else self.spec.eos_token_ids)
         self._ranks = SpawnedRanks()
         self._generations: dict[int, Generation] = {}
         self._cancelled: list[int] = []
@@ -122,7 +122,9 @@ class Engine:
             if world is None:
                 share_cores(env.local_size if env else self.layout.num_ranks)
                 world = self._spawn() if env is None and self.layout.num_ranks > 1 else enter_world(self.config, env)
-            return build_core(self.config, self.spec, self.layout, world, progress)
+            core = build_core(self.config, self.spec, self.layout, world, progress)
+            world.monitor.idle()
+            return core
         except BaseException as error:
             blamed = self._fail(error, world)
             if blamed is error:
@@ -137,9 +139,7 @@ class Engine:
         env = LaunchEnv(
             rank=0, world_size=size, local_rank=0, local_size=size, master_addr="127.0.0.1", master_port=store.port
         )
-        return enter_world(
-            self.config, env, store=store, on_failure=self._rank_failed, processes=self._ranks.processes
-        )
+        return enter_world(self.config, env, store=store, on_failure=self._rank_failed, processes=self._ranks.processes)
 
     def __enter__(self) -> Engine:
         return self
@@ -269,6 +269,7 @@ class Engine:
             raise RequestError("the engine is closed; make a new one")
         if self._failure is not None:
             raise self._failure
+        params.check_vocab(self.spec.vocab_size)
         prompt_ids = self.encode(prompt)
         request_id = next(self._next_id)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids

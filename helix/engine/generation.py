@@ -1,4 +1,4 @@
-"""`Generation`: what rank 0 keeps about one request beside the scheduler's `Request`: text, log-probabilities, timing."""
+"""`Generation`: what rank 0 keeps about one request beside the scheduler's `Request`: text, logprobs, timing."""
 
 from __future__ import annotations
 

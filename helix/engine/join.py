@@ -45,7 +45,8 @@ def follow(config: RunConfig, world: World) -> None:
         spec = resolve_spec(config)
         core = build_core(config, spec, resolve_layout(config, spec, world.size), world)
         core.follow()
-    except BaseException as error:
+    except Exception as error:
+        # Not SystemExit: the monitor reports an early exit in its own words.
         leave(world, error)
         raise
     world.close()

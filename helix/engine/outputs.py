@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural log, of the model's own distribution) of one token, and of the likeliest alternatives."""
+    """Natural-log probability of one token in the model's own distribution, and of the likeliest alternatives."""
 
     token_id: int
     logprob: float

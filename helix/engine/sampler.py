@@ -198,12 +198,14 @@ def _draw(logits_SV: Tensor, best_S: Tensor, greedy_S: Tensor, rows: Sequence[Sa
     numbers_S5 = torch.tensor(numbers, dtype=torch.float64, device=device)
     temperature_S1, _, _, min_p_S1, uniform_S1 = numbers_S5.unsqueeze(1).unbind(2)
     # The best token weighs 1, so a weight is also its share of the best one's probability, which is what min-p reads.
-    weight_SV = (shifted_SV.double() / temperature_S1).exp()
+    weight_SV = shifted_SV.double().div_(temperature_S1).exp_()
     ranked = [index for index, (_, top_k, top_p, _, _) in enumerate(numbers) if top_k < vocab_size or top_p < 1]
     most = max((int(numbers[index][1]) for index in ranked), default=0)
     if len(ranked) == len(rows):
         return _draw_ranked(shifted_SV, weight_SV, numbers_S5, most)
-    token_S = _pick(weight_SV.where(weight_SV >= min_p_S1, 0.0), uniform_S1, greedy_S)
+    has_min_p = any(row.params.min_p for row in rows)
+    kept_SV = weight_SV.where(weight_SV >= min_p_S1, 0.0) if has_min_p else weight_SV
+    token_S = _pick(kept_SV, uniform_S1, greedy_S)
     if ranked:
         ranked_S = torch.tensor(ranked, device=device)
         part_S = _draw_ranked(shifted_SV[ranked_S], weight_SV[ranked_S], numbers_S5[ranked_S], most)
@@ -250,7 +252,7 @@ def _rank(logits_SV: Tensor, num: int) -> Tensor:
     # Flipping the lower bits of negative floats makes integers that are ordered as the floats are.
     ordered_SV = bits_SV ^ (bits_SV >> 31 & 0x7FFFFFFF)
     last = vocab_size - 1
-    keys_SV = (ordered_SV.long() << 32) + (last - torch.arange(vocab_size, device=logits_SV.device))
+    keys_SV = ordered_SV.long().mul_(1 << 32).add_(last - torch.arange(vocab_size, device=logits_SV.device))
     return last - (keys_SV.topk(num, dim=-1).values & 0xFFFFFFFF)
 
 

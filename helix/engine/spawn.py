@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def spawn_ranks(settings: dict[str, Any], world_size: int, port: int) -> Spawned
     source = str(Path(__file__).resolve().parents[2])
     python_path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH", "")) if part)
     payload = json.dumps(settings).encode()
+    # The kernel ties a child to the thread that started it, so only the main thread, which lasts, may ask for that.
+    parent = [str(os.getpid())] if threading.current_thread() is threading.main_thread() else []
     try:
         for rank in range(1, world_size):
             environment = os.environ | {
@@ -59,7 +62,7 @@ def spawn_ranks(settings: dict[str, Any], world_size: int, port: int) -> Spawned
                 "MASTER_PORT": str(port),
             }
             process = subprocess.Popen(
-                [sys.executable, "-m", "helix.engine.worker"],
+                [sys.executable, "-m", "helix.engine.worker", *parent],
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
                 env=environment,

@@ -157,7 +157,7 @@ def _encode_chat(
     try:
         ids = tokenizer.apply_chat_template(
             checked,
-            tools=None if tools is None else list(tools),
+            tools=None if tools is None else [dict(tool) for tool in tools],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,

@@ -9,6 +9,8 @@ B page_tokens, R rows of the page table, L local slots of one sequence.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -44,14 +46,15 @@ def attend(
 
     Returns
     -------
-    out [T, H, V] in q's dtype, and lse [T, H] in fp32, natural log.
+    out [T, H, V] in q's dtype, and lse [T, H] in fp32, natural log. A NaN among what a query sees comes out as NaN in
+    `out` beside a finite lse: a NaN lse would read as an empty part in the merge and hide it.
     """
     num_tokens, num_heads, _ = q_THD.shape
     page_tokens = k_PBKD.shape[1]
     out = q_THD.new_zeros(num_tokens, num_heads, v_PBKV.shape[3])
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=q_THD.device)
     starts = query_start_S1.tolist()
-    for sequence, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for sequence, (first, last) in enumerate(pairwise(starts)):
         longest = int(visible_len_T[first:last].max()) if last > first else 0
         if longest == 0:
             continue
@@ -65,11 +68,14 @@ def attend(
     return out, lse
 
 
-def _attend_block(q_THD: Tensor, k_LKD: Tensor, v_LKV: Tensor, visible_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_block(
+    q_THD: Tensor, k_LKD: Tensor, v_LKV: Tensor, visible_T: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     tokens, heads, width = q_THD.shape
     local, kv_heads, v_width = v_LKV.shape
     group = heads // kv_heads
-    q_KMD = q_THD.float().view(tokens, kv_heads, group, width).permute(1, 0, 2, 3).reshape(kv_heads, tokens * group, width)
+    q_TKGD = q_THD.float().view(tokens, kv_heads, group, width)
+    q_KMD = q_TKGD.permute(1, 0, 2, 3).reshape(kv_heads, tokens * group, width)
     score_KMGL = torch.matmul(q_KMD, k_LKD.permute(1, 2, 0)).mul_(scale).view(kv_heads, tokens, group, local)
     hidden_TL = torch.arange(local, device=q_THD.device) >= visible_T.unsqueeze(1)
     score_KMGL.masked_fill_(hidden_TL.view(1, tokens, 1, local), -torch.inf)
@@ -78,5 +84,5 @@ def _attend_block(q_THD: Tensor, k_LKD: Tensor, v_LKV: Tensor, visible_T: Tensor
     weight_KMGL = torch.exp(score_KMGL - lse_KMG.masked_fill(empty_KMG, 0.0).unsqueeze(-1))
     out_KMV = torch.matmul(weight_KMGL.view(kv_heads, tokens * group, local), v_LKV.permute(1, 0, 2))
     out_THV = out_KMV.view(kv_heads, tokens, group, v_width).permute(1, 0, 2, 3).reshape(tokens, heads, v_width)
-    lse_TH = lse_KMG.permute(1, 0, 2).reshape(tokens, heads)
+    lse_TH = lse_KMG.nan_to_num(nan=0.0, neginf=-torch.inf).permute(1, 0, 2).reshape(tokens, heads)
     return out_THV.to(q_THD.dtype), lse_TH

@@ -20,7 +20,9 @@ from helix.config import CommConfig
 from helix.layers.attention import Attention
 from helix.layers.batch import Batch
 from helix.layers.embedding import Embedding, Head
+from helix.layers.mla import MLA
 from helix.layers.mlp import MLP
+from helix.layers.moe import MoE
 from helix.layers.norm import RMSNorm
 from helix.layers.rotary import Rotary
 from helix.layout import padded_slice
@@ -30,11 +32,11 @@ Tap = Callable[[int, Tensor], None]
 
 
 class Block(nn.Module):
-    """One layer: attention, then FFN, each behind a norm and added to the residual."""
+    """Layer number `index`: attention, then FFN, each behind a norm and added to the residual."""
 
     def __init__(
         self,
-        name: str,
+        index: int,
         spec: ModelSpec,
         mesh: Mesh,
         comm: CommConfig,
@@ -43,24 +45,35 @@ class Block(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        name = f"model.layers.{index}"
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = RMSNorm(f"{name}.input_layernorm", hidden, eps, dtype=dtype, device=device)
-        self.attention = Attention(f"{name}.self_attn", spec, mesh, comm.merge, dtype=dtype, device=device)
+        attention = f"{name}.self_attn"
+        self.attention: MLA | Attention
+        if spec.mla:
+            self.attention = MLA(attention, spec, mesh, comm, dtype=dtype, device=device)
+        else:
+            self.attention = Attention(attention, spec, mesh, comm.merge, dtype=dtype, device=device)
         self.ffn_norm = RMSNorm(f"{name}.post_attention_layernorm", hidden, eps, dtype=dtype, device=device)
-        self.ffn = MLP(
-            f"{name}.mlp",
-            hidden,
-            padded_slice(spec.intermediate_size, mesh.layout.num_ranks, mesh.rank),
-            spec.activation,
-            mesh.world,
-            bias=spec.mlp_bias,
-            dtype=dtype,
-            device=device,
-        )
+        self.ffn: MLP | MoE
+        if spec.moe is not None and not spec.moe.is_dense(index):
+            self.ffn = MoE(f"{name}.mlp", spec, mesh, comm.dispatch, dtype=dtype, device=device)
+        else:
+            self.ffn = MLP(
+                f"{name}.mlp",
+                hidden,
+                padded_slice(spec.intermediate_size, mesh.layout.num_ranks, mesh.rank),
+                spec.activation,
+                mesh.world,
+                bias=spec.mlp_bias,
+                dtype=dtype,
+                device=device,
+            )
 
     def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
         x_TC = x_TC + self.attention(self.attention_norm(x_TC), batch, cache, rotary)
-        return x_TC + self.ffn(self.ffn_norm(x_TC))
+        y_TC: Tensor = x_TC + self.ffn(self.ffn_norm(x_TC))
+        return y_TC
 
 
 class Decoder(nn.Module):
@@ -80,8 +93,7 @@ class Decoder(nn.Module):
         hidden = spec.hidden_size
         self.embed = Embedding("model.embed_tokens", vocab, hidden, mesh.world, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            Block(f"model.layers.{index}", spec, mesh, comm, dtype=dtype, device=device)
-            for index in range(spec.num_layers)
+            Block(index, spec, mesh, comm, dtype=dtype, device=device) for index in range(spec.num_layers)
         )
         self.norm = RMSNorm("model.norm", hidden, spec.norm_eps, dtype=dtype, device=device)
         tied = self.embed if spec.tie_embeddings else None
@@ -89,8 +101,8 @@ class Decoder(nn.Module):
         self.rotary = Rotary(spec.rotary, spec.max_context, device=device)
 
     def forward(self, batch: Batch, cache: KVCache, tap: Tap | None = None) -> Tensor:
-        """Hidden states [T, C] after the last layer. `tap(i, x)` sees the embedding (i = -1) and each layer's output."""
-        x_TC = self.embed(batch.token_ids_T)
+        """Hidden states [T, C] after the last layer; `tap(i, x)` sees each layer's output (i = -1: the embedding)."""
+        x_TC: Tensor = self.embed(batch.token_ids_T)
         rotary = self.rotary.tables(batch.position_T, batch.rotary_len_T)
         if tap is not None:
             tap(-1, x_TC)

@@ -47,7 +47,7 @@ class Head(nn.Module):
         super().__init__()
         self.vocab = vocab
         self.group = group
-        # A tied head reads the embedding's rows; kept out of the module tree, so that they are declared and loaded once.
+        # A tied head reads the embedding's rows; kept out of the module tree, so that they are loaded once.
         self._tied = (tied,)
         self.linear: Linear | None = None
         if tied is None:

@@ -1,6 +1,6 @@
 """The exchange: partial outputs of all local heads over this rank's pages -> this rank's heads over the whole sequence.
 
-Before it, each of the Z = kvp ranks of a group holds H heads over its part of the sequence; after it, rank z holds heads
+Before it, each of the Z = kvp ranks of a group holds H heads over its part of the sequence; after it, rank z has heads
 ``[z * h, (z + 1) * h)`` (h = H padded to a multiple of Z, divided by Z), merged over all parts by log-sum-exp.
 
 Two forms, same result: `a2a` sends one packed message (output and lse together) to each peer; `ag_rs` gathers every
@@ -39,7 +39,9 @@ class Exchange:
         if padding:
             out_THD = torch.nn.functional.pad(out_THD, (0, 0, 0, padding))
             lse_TH = torch.nn.functional.pad(lse_TH, (0, padding), value=-torch.inf)
-        return out_THD.unflatten(1, (parts, heads)).movedim(1, 0), lse_TH.unflatten(1, (parts, heads)).movedim(1, 0)
+        tokens, _, width = out_THD.shape
+        out_TZhD = out_THD.reshape(tokens, parts, heads, width)
+        return out_TZhD.movedim(1, 0), lse_TH.reshape(tokens, parts, heads).movedim(1, 0)
 
     def _all_to_all(self, out_ZThD: Tensor, lse_ZTh: Tensor) -> Tensor:
         sent = pack(out_ZThD, lse_ZTh)
@@ -65,4 +67,6 @@ def pack(out: Tensor, lse: Tensor) -> Tensor:
 
 def unpack(message: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The inverse of `pack`: outputs [..., width] and fp32 lse [...]."""
-    return message[..., :width], message[..., width:].contiguous().view(torch.float32).squeeze(-1)
+    # A copy even of one row, which is contiguous as it lies: after an odd width it starts inside of a 4-byte word.
+    lse = message[..., width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return message[..., :width], lse.squeeze(-1)

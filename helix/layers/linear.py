@@ -1,7 +1,7 @@
 """`Linear`: a plain product whose weight is a set of rectangles of checkpoint tensors.
 
-What a rank holds is decided where a layer is built, by the pieces it passes; column- and row-parallel are only names for
-which dim the pieces cut (DeepSpeed's convention: column-parallel cuts the outputs, row-parallel the inputs).
+What a rank holds is decided where a layer is built, by the pieces it passes; column- and row-parallel are only names
+for which dim the pieces cut (DeepSpeed's convention: column-parallel cuts the outputs, row-parallel the inputs).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from helix.layers.linear import Linear
 from helix.layout import Slice
 from helix.weights import cols, rows, whole
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
     "gelu_pytorch_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
@@ -75,7 +77,7 @@ class MLP(nn.Module):
 
     def forward(self, x_TC: Tensor) -> Tensor:
         gate, up = self.gate_up(x_TC).chunk(2, dim=-1)
-        y_TC = self.down(self.activation(gate) * up)
+        y_TC: Tensor = self.down(self.activation(gate) * up)
         if self.reduce:
             y_TC = self.group.all_reduce(y_TC)
         return y_TC if self.down_bias is None else y_TC + self.down_bias

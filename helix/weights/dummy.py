@@ -17,7 +17,9 @@ from helix.weights.load import SCALE_SUFFIX
 from helix.weights.pieces import Piece, declare, padding_size
 
 STANDARD_DEVIATION = 0.02
+# Values hashed at a time: few launches on a GPU; what stays in a core's cache on the CPU (three times faster there).
 CHUNK_VALUES = 1 << 24
+CPU_CHUNK_VALUES = 1 << 16
 
 
 def dummy_weights(model: nn.Module, seed: int, *, progress: Callable[[str, int], None] | None = None) -> None:
@@ -51,9 +53,10 @@ def _fill_random(target: Tensor, piece: Piece, seed: int) -> None:
     if not piece.shape:
         target.copy_(_normal(_scramble(torch.tensor(keys[0], dtype=torch.int32, device=target.device))))
         return
-    # Rows at a time, so that the hash never takes more than a few buffers of CHUNK_VALUES values.
+    # Rows at a time, so that the hash takes only a few buffers of one chunk.
     (first, last), rest = piece.source[0], piece.source[1:]
-    step = max(CHUNK_VALUES // prod(piece.size[1:]), 1)
+    chunk = CPU_CHUNK_VALUES if target.device.type == "cpu" else CHUNK_VALUES
+    step = max(chunk // prod(piece.size[1:]), 1)
     for start in range(first, last, step):
         stop = min(start + step, last)
         hashed = _place_hash(((start, stop), *rest), keys, target.device)

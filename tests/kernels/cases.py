@@ -1,7 +1,7 @@
 """What the kernel tests share: hostile cases, fp64 references that know nothing of pages, and one way to compare.
 
-A case is first made as whole sequences. One KVP rank's part of them is then scattered over shuffled pages of a pool whose
-every other slot is NaN, so that whatever reads a slot it should not read is found out.
+A case is first made as whole sequences. One KVP rank's part of them is then scattered over shuffled pages of a pool
+whose every other slot is NaN, so that whatever reads a slot it should not read is found out.
 
 Letters: T tokens, S sequences, H query heads, K KV heads, D and V widths of keys and values, P pages, B page_tokens,
 R page rows of one sequence, L tokens of one sequence, Z partials.
@@ -40,8 +40,8 @@ class Tolerance:
 # The 16-bit rows are two roundings wide for an element and one in norm. The lse is fp32, so the fp32 row is for it too.
 TOLERANCES = {
     torch.float32: Tolerance(absolute=4e-6, relative=4e-6, overall=1e-6),
-    torch.float16: Tolerance(absolute=1e-3, relative=1e-3, overall=5e-4),
-    torch.bfloat16: Tolerance(absolute=8e-3, relative=8e-3, overall=4e-3),
+    torch.float16: Tolerance(absolute=1e-3, relative=1e-3, overall=4e-4),
+    torch.bfloat16: Tolerance(absolute=8e-3, relative=8e-3, overall=3e-3),
 }
 
 
@@ -55,7 +55,9 @@ def assert_close(got: Tensor, want: Tensor, tolerance: Tolerance | None = None) 
     got, want = got.double(), want.double()
     for name, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         wrong = torch.nonzero(test(got) != test(want))
-        assert not len(wrong), f"{name} where it should not be, or missing, at {len(wrong)} places, first {wrong[0].tolist()}"
+        assert not len(wrong), (
+            f"{name} where it should not be, or missing, at {len(wrong)} places, first {wrong[0].tolist()}"
+        )
     finite = torch.isfinite(want)
     error, size = (got - want)[finite].abs(), want[finite].abs()
     bad = (error > limit.absolute) & (error > limit.relative * size)
@@ -197,7 +199,7 @@ def _build_sequence(shape: Shape, length: int, count: int, dtype: torch.dtype, c
 
 
 def _scatter(shape: Shape, sequences: tuple[Sequence, ...], pages: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Pools and page table of this rank: no page serves two sequences, NaN in every slot that holds none of its tokens."""
+    """Pools and page table of this rank: no page serves two sequences, and what holds no token of them is NaN."""
     size = shape.page_tokens
     owned = [torch.nonzero(one.owned_L).squeeze(1) for one in sequences]
     counts = [-(-len(positions) // size) for positions in owned]
@@ -208,7 +210,7 @@ def _scatter(shape: Shape, sequences: tuple[Sequence, ...], pages: torch.Generat
     if not shape.latent:
         v_PBKV = torch.full((num_pages, size, shape.num_kv_heads, shape.v_width), torch.nan, dtype=dtype)
     table = torch.tensor(_ABSURD_PAGES).repeat(len(sequences), 1 + max(counts))[:, : 2 + max(counts)].int()
-    taken = torch.randperm(num_pages, generator=pages).split([*counts, _NUM_UNUSED_PAGES])
+    taken = torch.split(torch.randperm(num_pages, generator=pages), [*counts, _NUM_UNUSED_PAGES])
     for row, (one, positions, mine) in enumerate(zip(sequences, owned, taken, strict=False)):
         table[row, : len(mine)] = mine
         slots = torch.arange(len(positions))

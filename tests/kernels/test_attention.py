@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helix.kernels import attend, attention
-from tests.kernels.cases import DTYPES, AttentionCase, Shape, assert_close, assert_same_bits, bits, build_case, dense_attention
+from tests.kernels.cases import (
+    DTYPES,
+    AttentionCase,
+    Shape,
+    assert_close,
+    assert_same_bits,
+    bits,
+    build_case,
+    dense_attention,
+)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 IMPLEMENTATIONS: dict[str, Attend] = {"torch": attend}
@@ -21,7 +30,9 @@ IMPLEMENTATIONS: dict[str, Attend] = {"torch": attend}
 DECODE = Shape(lengths=(5, 17, 64, 1), queries=(1, 1, 1, 1))
 SHAPES = {
     "decode": DECODE,
-    "lengths around the page": Shape(lengths=(7, 8, 9, 15, 16, 17), queries=(1,) * 6, page_tokens=8, width=64, v_width=64),
+    "lengths around the page": Shape(
+        lengths=(7, 8, 9, 15, 16, 17), queries=(1,) * 6, page_tokens=8, width=64, v_width=64
+    ),
     "one page holds all": Shape(lengths=(3, 11), queries=(1, 2), page_tokens=64),
     "pages of one token": Shape(lengths=(9, 4), queries=(1, 4), page_tokens=1),
     "whole prompts": Shape(lengths=(13, 5, 1), queries=(13, 5, 1)),
@@ -35,9 +46,7 @@ SHAPES = {
     "group 5, 1 KV head": Shape(lengths=(19, 6), queries=(2, 6), num_heads=5, num_kv_heads=1),
     "narrow values": Shape(lengths=(19, 6), queries=(2, 6), width=80, v_width=64),
     "wide values": Shape(lengths=(19, 6), queries=(2, 6), width=8, v_width=80),
-    "latent": Shape(
-        lengths=(19, 6), queries=(2, 6), num_heads=11, num_kv_heads=1, width=80, v_width=64, latent=True
-    ),
+    "latent": Shape(lengths=(19, 6), queries=(2, 6), num_heads=11, num_kv_heads=1, width=80, v_width=64, latent=True),
     "kvp 2, first tokens see nothing": Shape(lengths=(30, 7), queries=(30, 7), kvp=2, kvp_rank=1),
     "kvp 3, last rank": Shape(lengths=(29, 40, 8, 9), queries=(4, 1, 8, 9), kvp=3, kvp_rank=2),
     "kvp 6, all shards empty but one": Shape(lengths=(3, 4, 24, 20, 21), queries=(1, 1, 1, 1, 1), kvp=6, kvp_rank=5),
@@ -124,10 +133,10 @@ def test_scores_beyond_the_range_of_exp(implementation: Attend, shift: float) ->
     case.q_THD[..., -1] = shift
     for tensor in (case.k_PBKD, *(one.k_LKD for one in case.sequences)):
         tensor[..., -1] = torch.where(tensor[..., -1].isnan(), torch.nan, 1.0)
-    for one, queries in zip(case.sequences, case.q_THD.split((4, 5, 2)), strict=True):
+    for one, queries in zip(case.sequences, torch.split(case.q_THD, [4, 5, 2]), strict=True):
         one.q_THD.copy_(queries)
     want_out, want_lse = case.reference()
-    assert want_lse.sign().unique().tolist() == [math.copysign(1.0, shift)]
+    assert set(want_lse.sign().flatten().tolist()) == {math.copysign(1.0, shift)}
     assert want_lse.abs().min() > 100
     out, lse = implementation(*case.arguments)
     assert (out - want_out).abs().max() < 1e-4
@@ -166,13 +175,13 @@ def test_nan_in_a_visible_value_stays_loud(implementation: Attend) -> None:
 
 def test_long_chunk_is_cut_into_blocks(implementation: Attend) -> None:
     case = build_case(Shape(lengths=(3300,), queries=(900,), page_tokens=64))
-    assert 4 * 900 * 6 * 3300 > attention._SCORE_BYTES
+    assert attention._SCORE_BYTES < 4 * 900 * 6 * 3300
     one, some = case.sequences[0], slice(None, None, 29)
     out, lse = implementation(*case.arguments)
     want_out, want_lse = dense_attention(one.q_THD[some], one.k_LKD, one.v_LKV, one.seen_TL[some], case.scale)
     assert_close(out[some], want_out)
     assert_close(lse[some], want_lse)
-    assert (899 % 29, out.isnan().any()) == (0, False), "the last token is among them"
+    assert not out.isnan().any()
 
 
 @pytest.mark.parametrize("num_bytes", [1, 1500, 3000, 20_000])

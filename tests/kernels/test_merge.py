@@ -81,7 +81,9 @@ def test_empty_parts_are_not_read(implementation: Merge, parts: int, dtype: torc
     empty_ZTH = lse_ZTH.isneginf()
     which = torch.arange(lse_ZTH.numel()).view_as(lse_ZTH)
     dirty_lse = torch.where(empty_ZTH, torch.tensor(EMPTY_LSE)[which % 3], lse_ZTH)
-    dirty_out = torch.where(empty_ZTH.unsqueeze(-1), torch.tensor(EMPTY_OUT, dtype=dtype)[which // 3 % 3, None], out_ZTHD)
+    dirty_out = torch.where(
+        empty_ZTH.unsqueeze(-1), torch.tensor(EMPTY_OUT, dtype=dtype)[which // 3 % 3, None], out_ZTHD
+    )
     clean, dirty = implementation(out_ZTHD, lse_ZTH), check(implementation, dirty_out, dirty_lse)
     assert dirty_lse.isnan().any()
     assert dirty_out.isnan().any()

@@ -95,7 +95,10 @@ def test_what_was_appended_is_what_is_attended(spec: ModelSpec, layout: Layout, 
         one.k.fill_(torch.nan)
         one.v.fill_(torch.nan)
     width, v_width = layer.k.shape[-1], layer.v.shape[-1]
-    keys, values = torch.randn(1, num_kv, width, generator=generator), torch.randn(1, num_kv, v_width, generator=generator)
+    keys, values = (
+        torch.randn(1, num_kv, width, generator=generator),
+        torch.randn(1, num_kv, v_width, generator=generator),
+    )
     if spec.mla:
         values = keys[..., :v_width]
     append(layer.k, keys, torch.tensor([8]))

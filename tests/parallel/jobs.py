@@ -27,7 +27,9 @@ def drive(world: World, settings: dict[str, Any], driver: Drive, *args: Any) -> 
         return value
 
 
-def logits_and_tokens(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[Any], list[list[int]]]:
+def logits_and_tokens(
+    engine: Engine, prompts: Sequence[list[int]], num_tokens: int
+) -> tuple[list[Any], list[list[int]]]:
     """Logits of each prompt alone, then greedy tokens of all prompts in one batch."""
     logits = [engine.logits(prompt).numpy() for prompt in prompts]
     outputs = engine.generate(list(prompts), greedy(num_tokens))

@@ -47,9 +47,7 @@ def require_legal(path: str, layout: Layout) -> None:
 def check_against_transformers(
     ranks: RankPool, tiny: TinyModels, family: str, config: dict[str, Any], num_ranks: int, prompts: list[list[int]]
 ) -> None:
-    logits, tokens = ranks.run(
-        num_ranks, jobs.drive, config, jobs.logits_and_tokens, prompts, NUM_TOKENS
-    )[0]
+    logits, tokens = ranks.run(num_ranks, jobs.drive, config, jobs.logits_and_tokens, prompts, NUM_TOKENS)[0]
     for one, got in zip(prompts, logits, strict=True):
         np.testing.assert_allclose(got, tiny.logits(family, one).numpy(), atol=1e-4, rtol=0)
     for one, got in zip(prompts, tokens, strict=True):
@@ -80,7 +78,7 @@ def test_plain_tensor_parallel_with_copied_kv(ranks: RankPool, tiny: TinyModels,
 @pytest.mark.parametrize(("kvp", "tpa"), [(1, 1), (3, 1), (2, 2)])
 def test_batch_equals_each_alone(ranks: RankPool, tiny: TinyModels, kvp: int, tpa: int) -> None:
     config = settings(tiny.path("llama"), {"kvp": kvp, "tpa": tpa})
-    prompts = border_prompts(kvp) + [prompt(70, 5)]
+    prompts = [*border_prompts(kvp), prompt(70, 5)]
     together = ranks.run(kvp * tpa, jobs.drive, config, jobs.logits_and_tokens, prompts, NUM_TOKENS)[0][1]
     alone = ranks.run(kvp * tpa, jobs.drive, config, jobs.tokens_alone, prompts, NUM_TOKENS)[0]
     assert together == alone

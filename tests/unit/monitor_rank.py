@@ -150,6 +150,13 @@ def rank_2_never_closes(rank: int, monitor: Monitor, store: FileStore) -> None:
     monitor.close()
 
 
+def rank_2_is_left_alone(rank: int, monitor: Monitor, store: FileStore) -> None:
+    """Rank 0 does not wait for the goodbye of rank 2, which then has to notice by itself."""
+    if rank == 2:
+        block()
+    monitor.close(timeout_s=0.0)
+
+
 def exit_after_rank_0_closed(rank: int, monitor: Monitor, store: FileStore) -> None:
     """Whoever leaves the script after rank 0 closed the engine is in order, even without a goodbye."""
     if rank == 0:
@@ -157,14 +164,25 @@ def exit_after_rank_0_closed(rank: int, monitor: Monitor, store: FileStore) -> N
     time.sleep(0.5)
 
 
+def wait_to_be_paused(rank: int, monitor: Monitor, store: FileStore) -> None:
+    """The test stops all three processes for longer than silence is borne, and lets them go on."""
+    monitor.idle()
+    store.set(f"playing_{rank}", "yes")
+    store.get("resumed")
+    time.sleep(1.0)
+    monitor.close()
+
+
 PEACEFUL = {
     "close_in_order": close_at_different_times,
     "close_in_reverse": close_rank_0_last,
     "idle": idle_between_steps,
+    "paused": wait_to_be_paused,
     "slow_load": one_loads_longer,
     "slow_compile": one_compiles,
     "strangers": close_at_different_times,
     "unclosed": rank_2_never_closes,
+    "abandoned": rank_2_is_left_alone,
     "unsaid": exit_after_rank_0_closed,
 }
 

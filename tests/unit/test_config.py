@@ -195,6 +195,8 @@ def test_model_as_text_is_a_directory_or_a_card(tmp_path: Path, monkeypatch: pyt
     assert make_config(model="./there").model.path == "./there"
     assert make_config(model=tmp_path / "gone").model.path == str(tmp_path / "gone")
     assert make_config(model={"path": tmp_path}).model.path == str(tmp_path)
+    assert make_config(model="~no-such-user/there").model.path == "~no-such-user/there"
+    assert make_config(model={"path": "x" * 5000}).model.path == "x" * 5000
     assert make_config(model="~\0/there").model.path == "~\0/there"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert make_config(model="~/here").model.path == str(tmp_path / "here")
@@ -313,6 +315,7 @@ WRONG = [
     ("server", "host", 127, ["127 is a number: put it in quotes"]),
     ("server", "host", "", ["is empty"]),
     ("model", "num_layers", 0, ["0 is out of range"]),
+    ("model", "path", "", ["is empty"]),
     ("model", "load", "dumy", ["did you mean dummy?"]),
     ("model", "card", 7, ["put it in quotes"]),
     ("layout", "kvp", "8", ["write 8 without quotes"]),
@@ -427,7 +430,8 @@ def test_bad_yaml(tmp_path: Path, text: str, words: list[str]) -> None:
 
 
 def test_a_tab_inside_quotes_is_not_blamed(tmp_path: Path) -> None:
-    assert "a tab character" not in file_refusal(tmp_path, 'model: "a\tb"\ncache: [1\n')
+    for text in ('model: "a\tb"\ncache: [1\n', 'model: "a\tb" x\n'):
+        assert "a tab character" not in file_refusal(tmp_path, text)
 
 
 def test_aliases_into_a_mapping_with_merge_keys(tmp_path: Path) -> None:
@@ -449,13 +453,16 @@ def test_not_utf8(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+def test_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "", "smollm2.yaml")
     write(tmp_path, "", "unrelated.txt")
     with pytest.raises(ConfigError, match=r"smolm2.yaml: there is no such file; in .*: smollm2.yaml$"):
         load_config(tmp_path / "smolm2.yaml")
     with pytest.raises(ConfigError, match=r"there is no such file; in .*: smollm2.yaml$"):
         load_config(tmp_path / "zzz")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^smolm2.yaml: there is no such file; in the current directory: smollm2"):
+        load_config("smolm2.yaml")
     with pytest.raises(ConfigError, match=r"there is no such file, nor a directory .*nowhere"):
         load_config(tmp_path / "nowhere" / "a.yaml")
 
@@ -473,7 +480,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("builtins.open", denied)
+    monkeypatch.setattr("pathlib.Path.open", denied)
     with pytest.raises(ConfigError, match=r"run.yaml: cannot be read: Permission denied"):
         load_config(tmp_path / "run.yaml")
 

@@ -83,17 +83,21 @@ def cases(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
     return spec, draw(st.sampled_from(options))
 
 
-def any_layouts() -> st.SearchStrategy[Layout]:
-    size = st.integers(-1, 12)
-    return st.builds(Layout, kvp=size, tpa=size, tpf=size, ep=size, duplicate_kv=st.booleans())
-
-
 @st.composite
 def grids(draw: st.DrawFn) -> Layout:
+    """Any two grids of the same number of ranks."""
     num_ranks = draw(st.integers(1, 60))
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     tpa, ep = draw(st.sampled_from(divisors)), draw(st.sampled_from(divisors))
     return Layout(kvp=num_ranks // tpa, tpa=tpa, tpf=num_ranks // ep, ep=ep)
+
+
+def any_layouts() -> st.SearchStrategy[Layout]:
+    """Sizes without any relation, grids that fit each other, and the same as baselines that copy KV."""
+    size = st.integers(-1, 12)
+    loose = st.builds(Layout, kvp=size, tpa=size, tpf=size, ep=size, duplicate_kv=st.booleans())
+    copying = grids().map(lambda one: replace(one, kvp=1, tpa=one.num_ranks, duplicate_kv=True))
+    return st.one_of(loose, grids(), copying)
 
 
 # Ranks and groups
@@ -239,7 +243,9 @@ def test_nine_heads(layout: Layout, heads_per_rank: int, out: list[tuple[int, in
     assert [(shard.out_start, shard.out_stop) for shard in shards] == out
     assert {shard.exchange_heads for shard in shards} == {heads_per_rank}
     assert {shard.num_q for shard in shards} == {9 // layout.tpa}
-    assert [shard.kv_start for shard in shards] == [3 // layout.tpa * (rank // layout.kvp) for rank in range(len(shards))]
+    assert [shard.kv_start for shard in shards] == [
+        3 // layout.tpa * (rank // layout.kvp) for rank in range(len(shards))
+    ]
     assert padded_heads(SMOLLM, layout) == heads_per_rank * layout.num_ranks - 9
 
 
@@ -312,11 +318,8 @@ def is_legal(spec: ModelSpec, layout: Layout) -> bool:
     kvp, tpa, tpf, ep = layout.kvp, layout.tpa, layout.tpf, layout.ep
     if min(kvp, tpa, tpf, ep) < 1 or kvp * tpa != tpf * ep or spec.num_heads % tpa:
         return False
-    num_kv = spec.cache_heads
-    if layout.duplicate_kv:
-        attention = kvp == 1 and (num_kv % tpa == 0 or tpa % num_kv == 0)
-    else:
-        attention = num_kv % tpa == 0
+    kv_cut, kv_copied = spec.cache_heads % tpa == 0, tpa % spec.cache_heads == 0
+    attention = kvp == 1 and (kv_cut or kv_copied) if layout.duplicate_kv else kv_cut
     experts, width = (spec.moe.num_experts, spec.moe.expert_width) if spec.moe else (1, spec.intermediate_size)
     return attention and ep <= experts and tpf <= width
 
@@ -371,7 +374,7 @@ def test_each_message(spec: ModelSpec, layout: Layout, message: str) -> None:
 def test_refusal_ends_with_the_nearest_legal_layouts() -> None:
     with pytest.raises(LayoutError, match=r"; nearest legal: kvp=3 tpa=3 tpf=9 ep=1 \| kvp=9 tpa=1 tpf=9 ep=1$"):
         check_layout(SMOLLM, Layout(tpa=9, tpf=9))
-    with pytest.raises(LayoutError, match="FFN width 5$"):
+    with pytest.raises(LayoutError, match=r"FFN width 5$"):
         check_layout(make_spec(4, 1, width=5), Layout(kvp=6, tpf=6))
 
 

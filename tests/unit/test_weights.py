@@ -627,7 +627,7 @@ def test_dummy_slices_are_slices_of_one_model(monkeypatch: pytest.MonkeyPatch) -
     shape = (12, 10)
     full = filled(shape, whole("w", shape))
     assert filled(shape, whole("w", shape)).equal(full)
-    monkeypatch.setattr(dummy, "CHUNK_VALUES", 25)
+    monkeypatch.setattr(dummy, "CPU_CHUNK_VALUES", 25)
     assert filled(shape, whole("w", shape)).equal(full)
     part = filled((2, 9, 4), block("w", shape, ((3, 9), (5, 8)), (2, 1), select=(1,)))
     assert part[1, 2:8, 1:4].equal(full[3:9, 5:8])

@@ -1,0 +1,205 @@
+"""Mixture of experts on the TPF x EP grid: router, this rank's experts, the shared expert, and how tokens meet them.
+
+A rank holds a run of experts (uneven over EP) and a slice of their width (padded over TPF), stacked:
+
+    gate_up [E, 2 W, C]    gate rows, then up rows
+    down    [E, C, W]
+
+The shared expert is a plain MLP cut over all N ranks; its partial sums leave with the routed ones (see `dispatch`).
+
+Letters: T tokens, C model width, k experts per token, E local experts, W local width, R = T k rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from helix.comm.mesh import Mesh
+from helix.layers.dispatch import make_dispatch
+from helix.layers.mlp import ACTIVATIONS, MLP
+from helix.layers.router import Router
+from helix.layout import Slice, padded_slice, uneven_slice
+from helix.model_spec import ModelSpec
+from helix.weights import Piece, block
+
+_ALIGNED_BYTES = 16
+
+
+class MoE(nn.Module):
+    """The FFN of one MoE layer, x [T, C] -> [T, C], both replicated. Collective over all N ranks."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        mesh: Mesh,
+        dispatch: Literal["auto", "local", "alltoall"],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        moe = spec.moe
+        if moe is None:
+            raise ValueError(f"{name}: {spec.model_type} has no experts")
+        self.router = Router(f"{name}.gate", spec.hidden_size, moe, dtype=dtype, device=device)
+        self.experts = Experts(
+            f"{name}.experts",
+            spec.hidden_size,
+            uneven_slice(moe.num_experts, mesh.layout.ep, mesh.coords.ep_rank),
+            padded_slice(moe.expert_width, mesh.layout.tpf, mesh.coords.tpf_rank),
+            spec.activation,
+            dtype=dtype,
+            device=device,
+        )
+        self.shared: MLP | None = None
+        if moe.shared_width:
+            self.shared = MLP(
+                f"{name}.shared_experts",
+                spec.hidden_size,
+                padded_slice(moe.shared_width, mesh.layout.num_ranks, mesh.rank),
+                spec.activation,
+                mesh.world,
+                bias=spec.mlp_bias,
+                reduce=False,
+                dtype=dtype,
+                device=device,
+            )
+        self.dispatch = make_dispatch(dispatch, moe.num_experts, mesh)
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        if self.shared is None:
+            return self.dispatch(x_TC, self.router, self.experts, None)
+        y_TC = self.dispatch(x_TC, self.router, self.experts, self._shared_part)
+        return y_TC if self.shared.down_bias is None else y_TC + self.shared.down_bias
+
+    def _shared_part(self, x_TC: Tensor) -> Tensor:
+        """This rank's part of the shared expert; without its last bias, which the sum over N ranks would repeat."""
+        if self.shared is None:
+            raise ValueError("this layer has no shared expert")
+        gate, up = self.shared.gate_up(x_TC).chunk(2, dim=-1)
+        y_TC: Tensor = self.shared.down(self.shared.activation(gate) * up)
+        return y_TC
+
+
+class Experts(nn.Module):
+    """Experts `experts` of a layer, slice `width` of their width. ``forward`` is `expert_products` on them.
+
+    The width is held in whole 16 bytes, which grouped products need of every stride; the places beyond are zero.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        experts: Slice,
+        width: Slice,
+        activation: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        step = _ALIGNED_BYTES // dtype.itemsize
+        width = replace(width, padded=-(-width.padded // step) * step)
+        gate_up = torch.empty(experts.size, 2 * width.padded, hidden, dtype=dtype, device=device)
+        down = torch.empty(experts.size, hidden, width.padded, dtype=dtype, device=device)
+        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        self.down = nn.Parameter(down, requires_grad=False)
+        self.declared = {
+            "gate_up": (
+                *_stack(name, "gate_proj", experts, (width, None), hidden),
+                *_stack(name, "up_proj", experts, (width, None), hidden, at=width.padded),
+            ),
+            "down": tuple(_stack(name, "down_proj", experts, (None, width), hidden)),
+        }
+        self.activation = activation
+
+    def forward(self, x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
+        return expert_products(x_TC, expert_Tk, weight_Tk, self.gate_up, self.down, self.activation)
+
+
+def _stack(
+    name: str, part: str, experts: Slice, cut: tuple[Slice | None, Slice | None], hidden: int, at: int = 0
+) -> Iterator[Piece]:
+    """Pieces that put one matrix of each local expert at its place of the stack; `cut` is the dim of the width.
+
+    The experts of other ranks are declared too, as pieces that read nothing: so each rank checks that all of them are
+    there with the right shape, and knows that they are not foreign to the model.
+    """
+    shape = tuple(hidden if one is None else one.total for one in cut)
+    full = tuple((0, hidden) if one is None else (one.start, one.stop) for one in cut)
+    none = ((0, 0), (0, 0))
+    for expert in range(experts.total):
+        here = experts.start <= expert < experts.stop
+        place = expert - experts.start if here else 0
+        yield block(f"{name}.{expert}.{part}.weight", shape, full if here else none, (at, 0), select=(place,))
+
+
+def expert_products(
+    x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Tensor, down_ECW: Tensor, activation: str
+) -> Tensor:
+    """For each token the sum over its experts of ``weight * down(act(gate(x)) * up(x))``, [T, C] in the dtype of x.
+
+    `expert_Tk` are places in the stack; E and above mean "not here" and add nothing, whatever their weight. Weights are
+    fp32, and so is the sum.
+
+    On a GPU that has grouped products for this dtype (bf16) and these strides, `products_grouped` runs DeepSpeed's
+    parts: no host synchronisation, and weights are read once however the tokens fall. Everywhere else, on a CPU above
+    all, `products_by_loop` is the plain form of the same: it touches the experts that are hit and no others.
+    """
+    if x_TC.is_cuda and x_TC.dtype is torch.bfloat16 and _aligned(gate_up_EWC, down_ECW):
+        return products_grouped(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+    return products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+
+
+def products_by_loop(
+    x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Tensor, down_ECW: Tensor, activation: str
+) -> Tensor:
+    """`expert_products` in plain PyTorch: rows sorted by expert, one expert after the other."""
+    num_experts, per_token = gate_up_EWC.shape[0], expert_Tk.shape[1]
+    ids_R, order_R = expert_Tk.flatten().clamp(max=num_experts).sort(stable=True)
+    token_R, weight_R = order_R // per_token, weight_Tk.flatten()[order_R]
+    counts = ids_R.bincount(minlength=num_experts + 1).tolist()
+    y_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
+    start = 0
+    for expert, count in enumerate(counts[:num_experts]):
+        if count:
+            rows = slice(start, start + count)
+            gate, up = nn.functional.linear(x_TC[token_R[rows]], gate_up_EWC[expert]).chunk(2, dim=-1)
+            part = nn.functional.linear(ACTIVATIONS[activation](gate) * up, down_ECW[expert])
+            y_TC.index_add_(0, token_R[rows], part.float() * weight_R[rows].unsqueeze(1))
+        start += count
+    return y_TC.to(x_TC.dtype)
+
+
+def products_grouped(
+    x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Tensor, down_ECW: Tensor, activation: str
+) -> Tensor:
+    """`expert_products` on a GPU: one grouped product each for gate and up together, and for down."""
+    from deepspeed.moe.ep_count import count_tokens_per_expert
+    from deepspeed.ops.triton_ops.autoep_fused_token_ops import fused_weighted_restore
+
+    (num_tokens, hidden), num_experts, per_token = x_TC.shape, gate_up_EWC.shape[0], expert_Tk.shape[1]
+    if num_tokens == 0:
+        return torch.empty_like(x_TC)
+    ids_R, order_R = expert_Tk.flatten().clamp(max=num_experts).sort(stable=True)
+    counts_E = count_tokens_per_expert(ids_R, num_experts + 1)[:num_experts]
+    end_E = counts_E.cumsum(0, dtype=torch.int32)
+    both_RW = nn.functional.grouped_mm(x_TC[order_R // per_token], gate_up_EWC.transpose(1, 2), offs=end_E)
+    gate, up = both_RW.chunk(2, dim=-1)
+    part_RC = nn.functional.grouped_mm(ACTIVATIONS[activation](gate) * up, down_ECW.transpose(1, 2), offs=end_E)
+    # Rows of other ranks' experts lie behind the last group, where nothing is computed and anything may stand.
+    part_RC.masked_fill_((ids_R == num_experts).unsqueeze(1), 0)
+    y_TC: Tensor = fused_weighted_restore(part_RC, weight_Tk, order_R, per_token, (1, num_tokens, hidden))[0]
+    return y_TC
+
+
+def _aligned(*weights: Tensor) -> bool:
+    """Whether all rows of `weights` start at multiples of 16 bytes."""
+    return all(weight.shape[-1] * weight.element_size() % _ALIGNED_BYTES == 0 for weight in weights)

@@ -1,0 +1,272 @@
+"""What the ranks of the pool run in the tests of the collectives and of the exchange.
+
+Every job knows what all ranks hold, because contents follow from rank numbers and seeds; so it checks on the spot and
+returns what only the caller can judge.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from helix.comm.group import Group
+from helix.comm.mesh import build_mesh
+from helix.comm.world import World
+from helix.errors import LayoutError
+from helix.kernels import attend
+from helix.layers.exchange import Exchange
+from helix.layout import Layout
+from tests.kernels.cases import (
+    TOLERANCES,
+    Shape,
+    assert_close,
+    assert_same_bits,
+    build_case,
+    dense_merge,
+    random_partials,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+PAYLOADS = (b"", b"\x00", b"\xff", bytes(range(256)) * 4096)
+MARK = 99
+"""Fills outputs beforehand, so that what a collective does not write is seen."""
+
+Form = Literal["a2a", "ag_rs"]
+
+
+# Collectives
+
+
+def content(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Integers from -4 to 4, other ones on each rank: their sums over six ranks are exact in every dtype."""
+    generator = torch.Generator().manual_seed(31 * rank + sum(shape))
+    return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+
+
+def check_collectives(world: World, layouts: list[Layout]) -> dict[str, list[dict[str, int]]]:
+    """Every method of every group of each layout; per axis, the bytes that each checked group sent."""
+    sent: dict[str, list[dict[str, int]]] = {}
+    for layout in layouts:
+        mesh = build_mesh(layout, world)
+        assert mesh.coords == layout.coords(world.rank)
+        for group in (mesh.world, mesh.kvp, mesh.tpf, mesh.ep):
+            check_group(group, layout, world.rank)
+            sent.setdefault(group.axis, []).append(dict(group.traffic.sent_bytes))
+    return sent
+
+
+def check_group(group: Group, layout: Layout, rank: int) -> None:
+    assert group.ranks in layout.groups(group.axis)
+    assert group.ranks[group.index] == rank
+    assert group.size == len(group.ranks)
+    for dtype in DTYPES:
+        for check in (_all_reduce, _all_gather, _reduce_scatter, _all_to_all, _all_to_all_uneven, _broadcast):
+            name, expected = check(group, dtype)
+            group.traffic.clear()
+            check(group, dtype)
+            lone = group.size == 1
+            assert group.traffic.sent_bytes == ({} if lone else {name: expected}), (name, group.ranks, dtype)
+            assert lone or group.traffic.calls[name] == (group.size if check is _broadcast else 1)
+    _broadcast_bytes(group)
+
+
+def _all_reduce(group: Group, dtype: torch.dtype) -> tuple[str, int]:
+    x = content(group.ranks[group.index], (6, 10), dtype)
+    assert group.all_reduce(x) is x
+    assert_same_bits(x, sum_of([content(rank, (6, 10), dtype) for rank in group.ranks]))
+    return "all_reduce", 2 * 60 * dtype.itemsize * (group.size - 1) // group.size
+
+
+def _all_gather(group: Group, dtype: torch.dtype) -> tuple[str, int]:
+    x = content(group.ranks[group.index], (5, 3), dtype).t()
+    out = x.new_full((group.size, 3, 5), MARK)
+    assert group.all_gather(out, x) is out
+    assert_same_bits(out, torch.stack([content(rank, (5, 3), dtype).t() for rank in group.ranks]))
+    return "all_gather", 15 * dtype.itemsize * (group.size - 1)
+
+
+def _reduce_scatter(group: Group, dtype: torch.dtype) -> tuple[str, int]:
+    shape = (group.size, 7, 2)
+    x = content(group.ranks[group.index], shape, dtype)
+    out = x.new_full((7, 2), MARK)
+    assert group.reduce_scatter(out, x.transpose(1, 2).contiguous().transpose(1, 2)) is out
+    assert_same_bits(out, sum_of([content(rank, shape, dtype)[group.index] for rank in group.ranks]))
+    return "reduce_scatter", 14 * dtype.itemsize * (group.size - 1)
+
+
+def _all_to_all(group: Group, dtype: torch.dtype) -> tuple[str, int]:
+    shape = (group.size, 4, 3)
+    x = content(group.ranks[group.index], shape, dtype)
+    out = torch.full_like(x, MARK)
+    assert group.all_to_all(out, x.transpose(1, 2).contiguous().transpose(1, 2)) is out
+    assert_same_bits(out, torch.stack([content(rank, shape, dtype)[group.index] for rank in group.ranks]))
+    return "all_to_all", 12 * dtype.itemsize * (group.size - 1)
+
+
+def _all_to_all_uneven(group: Group, dtype: torch.dtype) -> tuple[str, int]:
+    """Rank i of the group sends (i + j + 1) % 3 rows to rank j: sometimes none, and not always some to itself."""
+
+    def splits(sender: int) -> list[int]:
+        return [(sender + receiver + 1) % 3 for receiver in range(group.size)]
+
+    mine, everyone = splits(group.index), [splits(sender) for sender in range(group.size)]
+    sources = [content(rank, (sum(rows), 5), dtype) for rank, rows in zip(group.ranks, everyone, strict=True)]
+    x, out_splits = sources[group.index], [rows[group.index] for rows in everyone]
+    out = x.new_full((sum(out_splits), 5), MARK)
+    assert group.all_to_all_uneven(out, x, out_splits, mine) is out
+    runs = [torch.split(source, rows)[group.index] for source, rows in zip(sources, everyone, strict=True)]
+    assert_same_bits(out, torch.cat(runs))
+    return "all_to_all", 5 * dtype.itemsize * (sum(mine) - mine[group.index])
+
+
+def _broadcast(group: Group, dtype: torch.dtype) -> tuple[str, int]:
+    for source in range(group.size):
+        x = content(group.ranks[group.index], (4, 6), dtype)
+        assert group.broadcast(x, source) is x
+        assert_same_bits(x, content(group.ranks[source], (4, 6), dtype))
+    return "broadcast", 24 * dtype.itemsize
+
+
+def _broadcast_bytes(group: Group) -> None:
+    for source in range(group.size):
+        for payload in PAYLOADS:
+            assert group.broadcast_bytes(payload if group.index == source else None, source) == payload
+    if group.size > 1:
+        group.traffic.clear()
+        group.broadcast_bytes(PAYLOADS[-1] if group.index == 0 else None)
+        assert group.traffic.sent_bytes == {"broadcast": 8 + len(PAYLOADS[-1]) if group.index == 0 else 0}
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).double().sum(0).to(tensors[0].dtype)
+
+
+def labels_of_beats(world: World) -> list[str]:
+    """What the monitor is told, one label before each collective."""
+    labels: list[str] = []
+    group = Group(
+        "ring",
+        world.group.ranks,
+        world.rank,
+        world.comm,
+        world.comm.get_world_group() if world.comm else None,
+        labels.append,
+    )
+    x, rows = torch.ones(group.size, 2), [1] * group.size
+    group.all_reduce(x.clone())
+    group.all_gather(x.new_empty(group.size, *x.shape), x)
+    group.reduce_scatter(x.new_empty(2), x)
+    group.all_to_all(torch.empty_like(x), x)
+    group.all_to_all_uneven(torch.empty_like(x), x, rows, rows)
+    group.broadcast(x)
+    return labels
+
+
+def rank_sum_and_pid(world: World, twice: bool) -> tuple[float, int]:
+    """The sum of all rank numbers + 1; with `twice` the world is closed here too, before the pool closes it."""
+    total = world.group.all_reduce(torch.tensor([world.rank + 1.0])).item()
+    if twice:
+        world.close()
+    return total, os.getpid()
+
+
+def refusal_of(world: World, layout: Layout) -> tuple[str, float]:
+    """The message of `build_mesh`, and a sum over the ranks to show that the world works on."""
+    message = ""
+    try:
+        build_mesh(layout, world)
+    except LayoutError as error:
+        message = str(error)
+    return message, world.group.all_reduce(torch.ones(1)).item()
+
+
+# The exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeCase:
+    """Partials of every rank of the caller's KVP group; `keep_Z` marks the ranks that hold anything at all."""
+
+    num_heads: int
+    num_tokens: int
+    width: int
+    dtype: torch.dtype
+    keep_Z: tuple[bool, ...]
+    form: Form
+
+    def partials(self, seed: int) -> tuple[Tensor, Tensor]:
+        parts = len(self.keep_Z)
+        out_ZTHD, lse_ZTH = random_partials(parts + 1, self.num_tokens, self.num_heads, self.width, self.dtype, seed)
+        empty_Z = ~torch.tensor(self.keep_Z)
+        return (
+            out_ZTHD[:parts].masked_fill(empty_Z.view(-1, 1, 1, 1), 0.0),
+            lse_ZTH[:parts].masked_fill(empty_Z.view(-1, 1, 1), -torch.inf),
+        )
+
+
+def exchange_cases(kvp: int) -> Iterator[ExchangeCase]:
+    some = tuple(rank % 2 == 0 for rank in range(kvp))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for form in ("a2a", "ag_rs"):
+            case = ExchangeCase(num_heads=9, num_tokens=5, width=8, dtype=dtype, keep_Z=(True,) * kvp, form=form)
+            yield case
+            yield replace(case, num_heads=kvp, width=80, num_tokens=1, keep_Z=some)
+            yield replace(case, num_heads=2 * kvp, keep_Z=(False,) * (kvp - 1) + (True,))
+            yield replace(case, num_heads=3, width=64, keep_Z=(False,) * kvp)
+            yield replace(case, num_heads=12, num_tokens=17, keep_Z=some)
+
+
+def check_exchange(world: World, layouts: list[Layout]) -> int:
+    """Both forms against a dense merge of all ranks' partials, sliced to this rank's heads; the number of cases."""
+    num_cases = 0
+    for layout in layouts:
+        mesh = build_mesh(layout, world)
+        for number, case in enumerate(exchange_cases(layout.kvp)):
+            _check_exchange_case(mesh.kvp, case, seed=100 * mesh.coords.tpa_rank + number)
+            num_cases += 1
+        check_attention_and_exchange(mesh.kvp)
+    return num_cases
+
+
+def _check_exchange_case(group: Group, case: ExchangeCase, seed: int) -> None:
+    out_ZTHD, lse_ZTH = case.partials(seed)
+    heads = -(-case.num_heads // group.size)
+    mine = slice(group.index * heads, (group.index + 1) * heads)
+    want_THD, _ = dense_merge(out_ZTHD, lse_ZTH)
+    want_THD = torch.nn.functional.pad(want_THD, (0, 0, 0, heads * group.size - case.num_heads))[:, mine]
+    group.traffic.clear()
+    out_ThD = Exchange(group, heads, case.form)(out_ZTHD[group.index], lse_ZTH[group.index])
+    assert out_ThD.dtype == case.dtype
+    rescaled = case.form == "ag_rs" and case.dtype != torch.float32  # rounded before the sum, and in every partial sum
+    assert_close(out_ThD, want_THD, TOLERANCES[case.dtype].times(2.0 if rescaled else 1.0))
+    nothing = (want_THD == 0).all(-1)
+    assert nothing[0].all(), "token 0 has no keys"
+    assert not out_ThD[nothing].count_nonzero(), "padding heads and empty tokens are exactly 0"
+    if case.form == "a2a" and group.size > 1:
+        volume = (group.size - 1) * case.num_tokens * heads * (case.width * case.dtype.itemsize + 4)
+        assert group.traffic.sent_bytes == {"all_to_all": volume}
+        assert group.traffic.calls == {"all_to_all": 1}
+
+
+def check_attention_and_exchange(group: Group) -> None:
+    """Each rank attends over its own pages; after the exchange its heads are exact over the whole sequences."""
+    shape = Shape(
+        lengths=(41, 3, 18, 1),
+        queries=(20, 1, 4, 1),
+        num_heads=9,
+        num_kv_heads=3,
+        kvp=group.size,
+        kvp_rank=group.index,
+    )
+    case, heads = build_case(shape), -(-9 // group.size)
+    want_THV, _ = case.reference(all_ranks=True)
+    want_THV = torch.nn.functional.pad(want_THV, (0, 0, 0, heads * group.size - 9))
+    forms: tuple[Form, ...] = ("a2a", "ag_rs")
+    for form in forms:
+        out_ThV = Exchange(group, heads, form)(*attend(*case.arguments))
+        assert_close(out_ThV, want_THV[:, group.index * heads : (group.index + 1) * heads])
