@@ -1,13 +1,16 @@
 # Shortcuts; everything works without make (see CONTRIBUTING.md).
-SETUP = set -euo pipefail; source launch/setup.sh; helix_setup test demo
-SHELL = /usr/bin/env bash
+SHELL := bash
+SETUP := set -euo pipefail; source launch/setup.sh; helix_setup test demo
 
-.PHONY: check lint format test fast gpu demo
+.PHONY: help check lint format test fast gpu demo
 
-check: ## what .ci runs
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+check: ## what CI runs: format, lint, types, the whole CPU suite
 	@bash .ci/run
 
-lint: ## format, lint, types
+lint: ## format, lint and types only
 	@$(SETUP); helix_lint
 
 format: ## rewrite files as ruff wants them

@@ -113,7 +113,7 @@ def rank_weight_bytes(spec: ModelSpec, layout: Layout, rank: int, comm: CommConf
 
 
 def _check_weights(config: RunConfig, spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> None:
-    """Raise CheckpointError where the checkpoint's headers do not fit what rank 0 declares (it declares all tensors)."""
+    """Raise CheckpointError where the checkpoint's headers do not fit what rank 0 declares: all tensors."""
     model = Decoder(spec, planning_mesh(layout, 0), config.comm, dtype=dtype, device=torch.device("meta"))
     check_checkpoint(
         declare(model),

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 from helix.config import RunConfig, launch_env, load_config
-from helix.errors import ConfigError, HelixError, RequestError
+from helix.errors import ConfigError, HelixError
 
 if TYPE_CHECKING:
     from helix.engine.engine import Engine
@@ -38,8 +38,10 @@ app = typer.Typer(
 ConfigOption = Annotated[Path, typer.Option("--config", help="YAML file of the run.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: key.path=value. Repeatable.")]
 PromptOption = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", help='Prompt text; token ids such as "1 2 3" for a model card. Repeatable.'),
+    list[str] | None, typer.Option("--prompt", help="Prompt text. Repeatable. A model card takes --prompt-ids only.")
+]
+PromptIdsOption = Annotated[
+    list[str] | None, typer.Option("--prompt-ids", help="Prompt as token ids: 1,2,3. Repeatable.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
 
@@ -84,6 +86,7 @@ def _speaks() -> bool:
 def generate(
     config: ConfigOption,
     prompt: PromptOption = None,
+    prompt_ids: PromptIdsOption = None,
     raw: Annotated[bool, typer.Option(help="Continue the text instead of answering it as a chat message.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens for each prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -108,16 +111,24 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    texts = prompt or [sys.stdin.read()]
+    ids = _parse_ids(prompt_ids)
+    texts = prompt or ([] if ids else [sys.stdin.read()])
     with _open_engine(run) as engine:
         chat = not raw and engine.has_chat_template
         prompts: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in texts]
-        if engine.tokenizer is None:
-            prompts = [_token_ids(text) for text in texts]
-        if len(prompts) == 1 and not json_ and engine.tokenizer is not None:
+        prompts += ids
+        if len(prompts) == 1 and not json_:
             _print_stream(engine, prompts[0], params)
         else:
             _print_outputs(engine.generate(prompts, params), engine, json_)
+
+
+def _parse_ids(given: list[str] | None) -> list[list[int]]:
+    """``1,2,3`` -> [1, 2, 3] for each given prompt."""
+    try:
+        return [[int(part) for part in text.split(",")] for text in given or ()]
+    except ValueError as error:
+        raise ConfigError(f"--prompt-ids: {error}; write whole numbers with commas, such as 1,2,3") from error
 
 
 def _open_engine(run: RunConfig) -> Engine:
@@ -137,19 +148,13 @@ def _open_engine(run: RunConfig) -> Engine:
         )
 
 
-def _token_ids(text: str) -> list[int]:
-    """A prompt for an engine without a tokenizer, as that of a model card: token ids between spaces or commas."""
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        message = f"--prompt {text!r}: there is no tokenizer here; give token ids, such as --prompt '1 2 3'"
-        raise RequestError(message) from None
-
-
 def _print_stream(engine: Engine, prompt: Any, params: SamplingParams) -> None:
     generation = engine.stream(prompt, params)
     for piece in generation:
-        print(piece.text, end="", flush=True)
+        if engine.tokenizer is not None:
+            print(piece.text, end="", flush=True)
+        elif piece.token_id is not None:
+            print(piece.token_id, end=" ", flush=True)
     print()
     print(_summary(engine, [generation.output()]), flush=True)
 
@@ -218,6 +223,59 @@ def check(
 
 
 @app.command()
+def plan(
+    model: Annotated[str | None, typer.Option(help="A model card or a checkpoint directory.")] = None,
+    hardware: Annotated[str, typer.Option(help="A hardware card or a .yaml file.")] = "h200-sxm",
+    gpus: Annotated[str, typer.Option(help="Number of GPUs; several with commas.")] = "8",
+    context: Annotated[str, typer.Option(help="Tokens of each sequence, also 128K or 1M.")] = "1M",
+    batch: Annotated[int | None, typer.Option(help="Sequences that decode together.")] = None,
+    ttl_ms: Annotated[float | None, typer.Option(help="Longest time of a decode step.")] = None,
+    objective: Annotated[str, typer.Option(help="ttl, throughput or concurrency.")] = "ttl",
+    weights: Annotated[str, typer.Option(help="Number format of the weights: auto, bfloat16, float8, float4 ...")] = "auto",
+    cache: Annotated[str, typer.Option(help="Number format of the KV cache.")] = "auto",
+    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 64,
+    transport: Annotated[str, typer.Option(help="collective or symmetric.")] = "collective",
+    rows: Annotated[int, typer.Option(help="Helix layouts to show.")] = 12,
+    show_groups: Annotated[bool, typer.Option("--show-groups", help="Ranks, groups and traffic of the best.")] = False,
+    all_refused: Annotated[bool, typer.Option("--all-refused", help="Every reason for a refusal.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (png, svg, pdf).")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the pictures and the table.")] = None,
+    reproduce: Annotated[str | None, typer.Option(help="Published results: helix-paper or vllm-dcp.")] = None,
+    yaml_: Annotated[bool, typer.Option("--yaml", help="Print a ready config of the best layout.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Price every layout on some GPUs, and those of other engines; say which to use, why, and when not."""
+    from helix.planner import command
+
+    if reproduce is not None:
+        command.run_reproduction(reproduce, as_json=json_)
+        return
+    if model is None:
+        raise ConfigError("helix plan needs --model: a model card (`helix models` lists them) or a checkpoint directory")
+    command.run_plan(
+        command.PlanOptions(
+            model=model,
+            hardware=hardware,
+            gpus=gpus,
+            context=context,
+            batch=batch,
+            ttl_ms=ttl_ms,
+            objective=objective,
+            weights=weights,
+            cache=cache,
+            page_tokens=page_tokens,
+            transport=transport,
+            rows=rows,
+            output="yaml" if yaml_ else "json" if json_ else "text",
+            show_groups=show_groups,
+            all_refused=all_refused,
+            plot=plot,
+            html=html,
+        )
+    )
+
+
+@app.command()
 def models(json_: JsonOption = False) -> None:
     """List the model cards: parameters, KV cache, heads, and how many legal layouts each has on 8, 16 and 64 GPUs."""
     from helix.models import survey
@@ -240,18 +298,18 @@ def models(json_: JsonOption = False) -> None:
             str(one.kv_bytes_per_token),
             *(f"{layouts.count}: {layouts.example_text}" for layouts in one.layouts),
         )
-    # A table squeezed into a narrow terminal cannot be read; wrapped lines can.
-    console = Console()
-    Console(width=max(console.width, 120)).print(table)
+    # Wide enough for the whole table: squeezed into a narrow terminal or a pipe it could not be read.
+    Console(width=160).print(table)
     print("parameters: without layers for multi-token prediction; active: of them, those that one token uses")
     print("KV B/token: bytes of KV cache for a token in bf16, over all layers and KV heads")
-    print("GPUs: number of legal layouts, and the one that layout: auto takes, as kvp x tpa | tpf x ep")
+    print("GPUs: number of legal layouts, and the one that layout: auto takes, as kvp x tpa|tpf x ep")
 
 
 @app.command()
 def verify(
     config: ConfigOption,
     prompt: PromptOption = None,
+    prompt_ids: PromptIdsOption = None,
     num_tokens: Annotated[int, typer.Option("--tokens", help="Greedy tokens compared for each prompt.")] = 32,
     tolerance: Annotated[float | None, typer.Option(help="Bound on a logit's absolute error.")] = None,
     set_: SetOption = None,
@@ -261,24 +319,14 @@ def verify(
     from helix.verify import verify as run_verify
 
     run = load_config(config, set_ or [])
-    prompts: list[Any] = prompt or list(_VERIFY_PROMPTS)
-    if run.model.card:
-        prompts = [_token_ids(text) for text in prompt] if prompt else list(_VERIFY_TOKENS)
-    report = run_verify(run, prompts, num_tokens, tolerance)
+    prompts: list[str | list[int]] = [*(prompt or ()), *_parse_ids(prompt_ids)]
+    report = run_verify(run, prompts or None, num_tokens, tolerance)
     if json_:
         print(json.dumps({**asdict(report), "exact": report.exact, "first_layer": report.first_layer}))
     else:
         _print_report(report)
     if not report.exact:
         raise typer.Exit(1)
-
-
-_VERIFY_PROMPTS = (
-    "The capital of France is",
-    "Once upon a time, in a small village at the foot of a mountain, there lived an old clockmaker who",
-    "1",
-)
-_VERIFY_TOKENS = ((1, 2, 3, 4, 5), tuple(range(100, 160)), (1,))
 
 
 def _print_report(report: Report) -> None:

@@ -6,6 +6,7 @@ Pure data: layout, cost and planner compute from it without torch; the model zoo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,11 @@ class RotarySpec:
         return dict(self.parameters).get(key, default)
 
 
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Magnitude correction for a context stretched by `factor`: 0.1 * mscale * ln(factor) + 1 (YaRN, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec:
     """Multi-head latent attention: one latent KV head of `kv_lora_rank` + `rope_dim` values per token."""
@@ -42,7 +48,7 @@ class MLASpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Mixture of experts in the FFN; the first `num_dense_layers` layers and `dense_layers` have a plain MLP instead."""
+    """Mixture of experts; the first `num_dense_layers` layers and those of `dense_layers` have a plain MLP instead."""
 
     num_experts: int
     experts_per_token: int

@@ -23,7 +23,7 @@ class Layouts:
     @property
     def example_text(self) -> str:
         one = self.example
-        return f"{one.kvp}x{one.tpa} | {one.tpf}x{one.ep}"
+        return f"{one.kvp}x{one.tpa}|{one.tpf}x{one.ep}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,19 @@ from helix.config import RunConfig, config_to_dict
 from helix.engine.build import resolve_dtype
 from helix.engine.engine import Engine
 from helix.engine.sampling import SamplingParams
-from helix.errors import RequestError
 from helix.layers.batch import Batch
 from helix.layout import Layout
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Bound on the absolute error of a logit. 16-bit sums round differently in another order, fp32 ones hardly."""
+
+
+_TEXTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village at the foot of a mountain, there lived an old clockmaker who",
+    "1",
+)
+_TOKEN_IDS = ((1, 2, 3, 4, 5), tuple(range(10, 70)), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +77,17 @@ class Report:
 
 
 def verify(
-    config: RunConfig, prompts: Sequence[str | Sequence[int]], num_tokens: int = 32, tolerance: float | None = None
+    config: RunConfig,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    num_tokens: int = 32,
+    tolerance: float | None = None,
 ) -> Report:
-    """Run `prompts` through `config`'s layout and through one rank, and compare.
+    """Run `prompts` (None: a few of our own) through `config`'s layout and through one rank, and compare.
 
     Under the launcher every rank calls this; it returns on rank 0 only (as `Engine` does).
     """
-    if not prompts:
-        raise RequestError("verify needs at least one prompt")
     with Engine(config_to_dict(config)) as engine:
+        prompts = prompts or (_TEXTS if engine.tokenizer is not None else _TOKEN_IDS)
         traces = [_trace(engine, prompt, num_tokens) for prompt in prompts]
         layout, spec = engine.layout, engine.spec
     device = pick_device(config.engine.device, 0)

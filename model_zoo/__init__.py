@@ -57,7 +57,11 @@ _TEXT_NAMES: Final[Mapping[str, Callable[[str], str]]] = MappingProxyType(
 )
 # Families whose checkpoints hold tensors that the text model does not have.
 _SKIPPED: Final[Mapping[str, Callable[[ModelSpec], tuple[str, ...]]]] = MappingProxyType(
-    {family: module.skipped_tensors for family, module in (("deepseek_v3", deepseek_v3), ("kimi_k2", kimi_k2), ("kimi_k25", kimi_k25))}
+    {
+        "deepseek_v3": deepseek_v3.skipped_tensors,
+        "kimi_k2": kimi_k2.skipped_tensors,
+        "kimi_k25": kimi_k25.skipped_tensors,
+    }
 )
 
 

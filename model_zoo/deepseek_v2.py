@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from helix.layers.rotary import yarn_mscale
-from helix.model_spec import MLASpec, ModelSpec, MoESpec, RotarySpec
+from helix.model_spec import MLASpec, ModelSpec, MoESpec, RotarySpec, yarn_mscale
 from model_zoo.hf_config import ACTIVATIONS, ConfigReader, context_limit, refuse_quantization, rotary_spec, weight_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentDefaults:
-    """What transformers' config class of a family with latent attention assumes for absent keys (None: must be there)."""
+    """What transformers' config class of a family with latent attention assumes for absent keys (None: nothing)."""
 
     vocab_size: int
     hidden_size: int
@@ -86,7 +85,7 @@ def latent_spec(config: ConfigReader, model_type: str, defaults: LatentDefaults,
 
     ``attention_bias`` is on the two down-projections and on the output projection, never on the up-projections.
     """
-    refuse_quantization_but_fp8(config)
+    refuse_quantization(config)
     mla = MLASpec(
         q_lora_rank=_or_none(config, "q_lora_rank", 1536),
         kv_lora_rank=config.integer("kv_lora_rank", 512),
@@ -182,15 +181,6 @@ def with_groups(
         right = f"at most {chosen * size}, the experts of topk_group={chosen} groups of {size}"
         raise config.error("num_experts_per_tok", experts.experts_per_token, right)
     return replace(experts, num_groups=groups, topk_groups=chosen, group_score=group_score)
-
-
-def refuse_quantization_but_fp8(config: ConfigReader) -> None:
-    """Raise for quantised checkpoints other than block-wise FP8, which is dequantised while it is read."""
-    table = ConfigReader(config.table("quantization_config"), f"{config.prefix}quantization_config.")
-    if table.values.get("quant_method") != "fp8":
-        refuse_quantization(config)
-    elif not table.given("weight_block_size"):
-        raise table.error("weight_block_size", None, "the size of the blocks that share a scale, such as [128, 128]")
 
 
 def _or_none(config: ConfigReader, key: str, default: int, *, minimum: int = 1) -> int | None:

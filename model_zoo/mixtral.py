@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B: ``model_type`` "mixtral". Mistral's attention, and in every layer experts chosen by softmax."""
+"""Mixtral 8x7B and 8x22B: ``model_type`` "mixtral". Mistral's attention; experts, chosen by softmax, in every layer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _max_context(config: ConfigReader, full: int) -> int:
     window = config.integer("sliding_window")
     if window < full:
         logger.warning(
-            "sliding_window %d limits the context to as many tokens (instead of %d): windowed attention is not supported",
+            "sliding_window %d limits the context to as many tokens (not %d): windowed attention is not supported",
             window,
             full,
         )

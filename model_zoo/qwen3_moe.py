@@ -56,7 +56,7 @@ def _experts(config: ConfigReader, dense_layers: tuple[int, ...]) -> MoESpec:
 
 
 def _num_experts(config: ConfigReader) -> int:
-    """``num_experts``, which newer transformers write as ``num_local_experts``; where both are given they must agree."""
+    """``num_experts``, which newer transformers write as ``num_local_experts``; if both are given they must agree."""
     older, newer = config.integer("num_experts", 128), config.integer("num_local_experts", 128)
     if config.given("num_experts") and config.given("num_local_experts") and older != newer:
         raise config.error("num_experts", older, f"{newer} as in num_local_experts, or left out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import torch
 
 from tests.ranks import RankPool
 from tests.tiny import TinyModels
+
+# Said before anything imports deepspeed, which else guesses and prints a warning on stdout.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2-135m-instruct"
 

@@ -51,8 +51,8 @@ def resolve_spec(config: RunConfig) -> ModelSpec:
     spec = load_card(config.model.card)
     if config.model.load != "dummy":
         raise ConfigError(
-            f"model.card={config.model.card} has no weights; set model.load: dummy for random weights of its shapes, or "
-            "give model.path the directory of a checkpoint"
+            f"model.card={config.model.card} has no weights; set model.load: dummy for random weights of its shapes, "
+            "or give model.path the directory of a checkpoint"
         )
     return with_num_layers(spec, config.model.num_layers)
 

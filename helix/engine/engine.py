@@ -26,7 +26,7 @@ from helix.config import LaunchEnv, RunConfig, config_to_dict, launch_env, make_
 from helix.engine.build import build_core, resolve_layout, resolve_spec
 from helix.engine.core import EngineCore, StepOps, StepSinks
 from helix.engine.generation import Generation, sample_batch
-from helix.engine.join import enter_world, follow, leave, share_cores
+from helix.engine.join import end_on_sigterm, enter_world, follow, leave, share_cores
 from helix.engine.outputs import Output, Piece
 from helix.engine.request import Request
 from helix.engine.sampler import SampleRow, sample
@@ -82,6 +82,8 @@ class Engine:
     ) -> None:
         self.config: RunConfig = make_config(config, **sections)
         env = launch_env() if world is None else None
+        if env is not None:
+            end_on_sigterm()
         if env is not None and env.rank != 0:
             share_cores(env.local_size)
             follow(self.config, enter_world(self.config, env))

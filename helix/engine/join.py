@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,11 +54,27 @@ def follow(config: RunConfig, world: World) -> None:
     world.close()
 
 
+def end_on_sigterm() -> None:
+    """Under the launcher: SIGTERM ends this rank through its exit path instead of at once.
+
+    The launcher sends it as soon as it sees one rank gone, which is a moment before the monitor has said which rank
+    that was and why. Signals reach the main thread only, so elsewhere nothing is changed.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _raise_exit)
+
+
+def _raise_exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def leave(world: World, error: BaseException) -> RankFailure:
     """Tell the other ranks that this one failed, and why; the monitor ends them.
 
     Returns the failure that was decided on: the one of another rank, where this one only felt its death.
     """
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return world.monitor.fail("was told to end")
     reason = str(error) if isinstance(error, HelixError) else f"{type(error).__name__}: {error}"
     return world.monitor.fail(f"raised {reason}")
 

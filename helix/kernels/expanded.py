@@ -75,9 +75,7 @@ def attend_expanded(
                 (visible_len_T[rows] - start * page_tokens).clamp(0, num_pages * page_tokens),
                 scale,
             )
-            out[rows], lse[rows] = merge(
-                torch.stack((out[rows], part_out.float())), torch.stack((lse[rows], part_lse))
-            )
+            out[rows], lse[rows] = merge(torch.stack((out[rows], part_out.float())), torch.stack((lse[rows], part_lse)))
     return out.to(q_THQ.dtype), lse
 
 

@@ -57,15 +57,15 @@ def resolve_dispatch(setting: Literal["auto", "local", "alltoall"]) -> Literal["
 
 
 class LocalDispatch:
-    """Each rank runs `experts`, the part of the experts that it holds, on all tokens; `world` joins the parts."""
+    """Each rank runs the experts that it holds, number `held.start` on, on all tokens; `world` joins the parts."""
 
-    def __init__(self, experts: Slice, world: Group) -> None:
-        self.experts = experts
+    def __init__(self, held: Slice, world: Group) -> None:
+        self.held = held
         self.world = world
 
     def __call__(self, x_TC: Tensor, route: Route, experts: Experts, shared: Shared | None) -> Tensor:
         expert_Tk, weight_Tk = route(x_TC)
-        y_TC = experts(x_TC, _local_ids(expert_Tk, self.experts), weight_Tk)
+        y_TC = experts(x_TC, _local_ids(expert_Tk, self.held), weight_Tk)
         if shared is not None:
             y_TC = y_TC + shared(x_TC)
         return self.world.all_reduce(y_TC)
@@ -98,11 +98,9 @@ class AllToAllDispatch:
         sent, received = self._row_counts(hit_Zt)
         rank_R, token_R = hit_Zt.nonzero(as_tuple=True)
         message = pack(x_tC[token_R], local_Ztk[rank_R, token_R], weight_tk[token_R])
-        arrived = self.ep.all_to_all_uneven(
-            message.new_empty(sum(received), message.shape[1]), message, received, sent
-        )
+        arrived = self.ep.all_to_all_uneven(message.new_empty(sum(received), message.shape[1]), message, received, sent)
         part_RC = experts(*unpack(arrived, x_tC.shape[1]))
-        back_RC = self.ep.all_to_all_uneven(torch.empty_like(x_tC[token_R]), part_RC, sent, received)
+        back_RC = self.ep.all_to_all_uneven(x_tC.new_empty(len(token_R), x_tC.shape[1]), part_RC, sent, received)
         # One EP rank at a time: its rows are of different tokens, so the sum has one order on every device.
         y_tC = x_tC.new_zeros(x_tC.shape, dtype=torch.float32)
         for token, part in zip(token_R.split(sent), back_RC.split(sent), strict=True):

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) in the Helix layout: one latent per token is the whole cache, cut over all KVP ranks.
+"""Multi-head latent attention (MLA) in the Helix layout: the cache is one latent per token, cut over all KVP ranks.
 
 Absorbed form, for decode. W_UK is folded into the queries, so that all heads attend over one "KV head" of L + R values,
 whose first L are its value too; the result is a latent per head, which W_UV turns into a value after the exchange
@@ -323,6 +323,6 @@ class MLA(nn.Module):
 
 
 def gather_heads(group: Group, x: Tensor, num_heads: int, dim: int) -> Tensor:
-    """The first `num_heads` heads of the group, in order, from each rank's equal share along `dim` (padding is last)."""
+    """The `num_heads` heads of the group, in order, from each rank's equal share along `dim` (padding comes last)."""
     gathered = group.all_gather(x.new_empty(group.size, *x.shape), x.contiguous())
     return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, num_heads)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -75,16 +76,8 @@ class MoE(nn.Module):
     def forward(self, x_TC: Tensor) -> Tensor:
         if self.shared is None:
             return self.dispatch(x_TC, self.router, self.experts, None)
-        y_TC = self.dispatch(x_TC, self.router, self.experts, self._shared_part)
+        y_TC = self.dispatch(x_TC, self.router, self.experts, partial(_shared_part, self.shared))
         return y_TC if self.shared.down_bias is None else y_TC + self.shared.down_bias
-
-    def _shared_part(self, x_TC: Tensor) -> Tensor:
-        """This rank's part of the shared expert; without its last bias, which the sum over N ranks would repeat."""
-        if self.shared is None:
-            raise ValueError("this layer has no shared expert")
-        gate, up = self.shared.gate_up(x_TC).chunk(2, dim=-1)
-        y_TC: Tensor = self.shared.down(self.shared.activation(gate) * up)
-        return y_TC
 
 
 class Experts(nn.Module):
@@ -124,6 +117,13 @@ class Experts(nn.Module):
         return expert_products(x_TC, expert_Tk, weight_Tk, self.gate_up, self.down, self.activation)
 
 
+def _shared_part(shared: MLP, x_TC: Tensor) -> Tensor:
+    """This rank's part of the shared expert; without its last bias, which the sum over N ranks would repeat."""
+    gate, up = shared.gate_up(x_TC).chunk(2, dim=-1)
+    y_TC: Tensor = shared.down(shared.activation(gate) * up)
+    return y_TC
+
+
 def _stack(
     name: str, part: str, experts: Slice, cut: tuple[Slice | None, Slice | None], hidden: int, at: int = 0
 ) -> Iterator[Piece]:
@@ -146,12 +146,13 @@ def expert_products(
 ) -> Tensor:
     """For each token the sum over its experts of ``weight * down(act(gate(x)) * up(x))``, [T, C] in the dtype of x.
 
-    `expert_Tk` are places in the stack; E and above mean "not here" and add nothing, whatever their weight. Weights are
-    fp32, and so is the sum.
+    `expert_Tk` are places in the stack; E and above mean "not here" and add nothing. Weights are fp32, and so is the
+    sum.
 
-    On a GPU that has grouped products for this dtype (bf16) and these strides, `products_grouped` runs DeepSpeed's
-    parts: no host synchronisation, and weights are read once however the tokens fall. Everywhere else, on a CPU above
-    all, `products_by_loop` is the plain form of the same: it touches the experts that are hit and no others.
+    On a GPU, in bf16 and with strides of whole 16 bytes, `products_grouped` runs grouped products between parts of
+    DeepSpeed: nothing asks the host, so a step can be captured in a graph, and large T is bound by arithmetic. From one
+    to 32 tokens it reaches about half of the memory's bandwidth. Everywhere else, on a CPU above all,
+    `products_by_loop` is the plain form of the same: it touches the experts that are hit and no others.
     """
     if x_TC.is_cuda and x_TC.dtype is torch.bfloat16 and _aligned(gate_up_EWC, down_ECW):
         return products_grouped(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
@@ -181,8 +182,17 @@ def products_by_loop(
 def products_grouped(
     x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Tensor, down_ECW: Tensor, activation: str
 ) -> Tensor:
-    """`expert_products` on a GPU: one grouped product each for gate and up together, and for down."""
+    """`expert_products` on a GPU: one grouped product each for gate and up together, and for down.
+
+    From DeepSpeed come the count of rows, the fused activation, and the weighted sum of a token's rows, in fp32 and in
+    one order. Two of its parts are not used. `GroupedExperts` keeps gate and up apart, which takes three products (or,
+    with ``gate_up_impl="fused"``, a copy of all weights in every call); on the stack held here two do, never slower by
+    more than noise and with half of the launches. The permutation of `ep_kernels` starts from rows that each source
+    rank has sorted and pads every expert to 8 rows; grouped products need no such padding, so one sort of the ids is
+    the whole permutation.
+    """
     from deepspeed.moe.ep_count import count_tokens_per_expert
+    from deepspeed.moe.ep_experts import apply_packed_expert_activation
     from deepspeed.ops.triton_ops.autoep_fused_token_ops import fused_weighted_restore
 
     (num_tokens, hidden), num_experts, per_token = x_TC.shape, gate_up_EWC.shape[0], expert_Tk.shape[1]
@@ -192,8 +202,12 @@ def products_grouped(
     counts_E = count_tokens_per_expert(ids_R, num_experts + 1)[:num_experts]
     end_E = counts_E.cumsum(0, dtype=torch.int32)
     both_RW = nn.functional.grouped_mm(x_TC[order_R // per_token], gate_up_EWC.transpose(1, 2), offs=end_E)
-    gate, up = both_RW.chunk(2, dim=-1)
-    part_RC = nn.functional.grouped_mm(ACTIVATIONS[activation](gate) * up, down_ECW.transpose(1, 2), offs=end_E)
+    if activation == "silu":
+        active_RW = apply_packed_expert_activation(both_RW, "swiglu")
+    else:
+        gate, up = both_RW.chunk(2, dim=-1)
+        active_RW = ACTIVATIONS[activation](gate) * up
+    part_RC = nn.functional.grouped_mm(active_RW, down_ECW.transpose(1, 2), offs=end_E)
     # Rows of other ranks' experts lie behind the last group, where nothing is computed and anything may stand.
     part_RC.masked_fill_((ids_R == num_experts).unsqueeze(1), 0)
     y_TC: Tensor = fused_weighted_restore(part_RC, weight_Tk, order_R, per_token, (1, num_tokens, hidden))[0]

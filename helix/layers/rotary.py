@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from helix.model_spec import RotarySpec
+from helix.model_spec import RotarySpec, yarn_mscale
 
 
 class Rotary:
@@ -93,11 +93,6 @@ def apply_rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, interleaved: 
     out_THD = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     out_THD = out_THD.to(x_THD.dtype)
     return out_THD if dim == x_THD.shape[-1] else torch.cat((out_THD, x_THD[..., dim:]), dim=-1)
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Magnitude correction for a context stretched by `factor`: 0.1 * mscale * ln(factor) + 1 (YaRN, section 3.4)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _attention_factor(spec: RotarySpec) -> float:

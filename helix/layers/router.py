@@ -12,8 +12,9 @@ The steps, in the order in which DeepSeek-V2, DeepSeek-V3, Mixtral and Qwen3-MoE
 
 Why not `deepspeed.moe.ep_router.TokenChoiceTopKRouter`, which has the same steps:
 
-* its gate is an `nn.Linear` in the dtype of x, so that bf16 scores lose what separates close experts before they become
-  fp32; DeepSeek-V2 and V3 take the product of bf16 values in fp32;
+* its gate is an `nn.Linear` in the dtype of x, so that bf16 outputs lose what separates close experts before they
+  become fp32 (with random gates of DeepSeek-V3's and Kimi-K2's sizes, 2 tokens in 100 then go to other experts);
+  DeepSeek-V2 and V3 take the product of bf16 values in fp32, which it can only do on an fp32 copy of x in every layer;
 * it chooses with ``torch.topk(sorted=False)``, which leaves ties and order to the device: a sigmoid is exactly 1.0 from
   logit 17 on, so ties are real, and one checkpoint would answer differently on a CPU and on a GPU;
 * it counts tokens per expert in every call, two kernels that neither way of dispatch reads.
@@ -85,12 +86,10 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, moe: MoESpec) -> tuple[Tenso
 def _mask_groups(choice_TE: Tensor, groups: int, kept: int, score: Literal["max", "top2_sum"]) -> Tensor:
     """-inf for the experts outside of the `kept` best of `groups` equal, consecutive groups."""
     choice_TGe = choice_TE.unflatten(-1, (groups, -1))
-    if score == "max":
-        score_TG = choice_TGe.amax(dim=-1)
-    else:
-        score_TG = choice_TGe.topk(2, dim=-1).values.sum(dim=-1)
+    score_TG = choice_TGe.amax(dim=-1) if score == "max" else choice_TGe.topk(2, dim=-1).values.sum(dim=-1)
     masked_TG = torch.ones_like(score_TG, dtype=torch.bool).scatter(1, _largest(score_TG, kept), False)
-    return choice_TGe.masked_fill(masked_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+    masked_TGe: Tensor = choice_TGe.masked_fill(masked_TG.unsqueeze(-1), -torch.inf)
+    return masked_TGe.flatten(-2)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.planted_fault import ROOT, plant
 from tests.tiny import TinyModels
 
 SCRIPT = Path(__file__).with_name("fault_script.py")
-ROOT = SCRIPT.parents[2]
 LIMIT_S = 30.0
 
 
@@ -73,7 +73,7 @@ class Script:
 def settings(tiny: TinyModels) -> dict[str, Any]:
     return {
         "model": {"path": tiny.path("llama"), "dtype": "float32"},
-        "layout": {"kvp": 3},
+        "layout": {"kvp": 2},
         "cache": {"page_tokens": 4, "num_page_rows": 32},
         "engine": {"device": "cpu", "stall_timeout_s": 12.0},
     }
@@ -91,7 +91,7 @@ def test_plain_process_starts_ranks_and_ends_them(settings: dict[str, Any], scri
     script = Script(settings)
     scripts.append(script)
     script.wait_ready()
-    assert len(script.pids) == 3
+    assert len(script.pids) == 2
     code, err = script.finish(60.0)
     assert code == 0, err
     script.assert_no_rank_left()
@@ -99,7 +99,7 @@ def test_plain_process_starts_ranks_and_ends_them(settings: dict[str, Any], scri
 
 @pytest.mark.parametrize(
     ("number", "rank", "words"),
-    [(signal.SIGKILL, 2, "SIGKILL"), (signal.SIGSTOP, 1, "stopped answering")],
+    [(signal.SIGKILL, 1, "SIGKILL"), (signal.SIGSTOP, 1, "stopped answering")],
 )
 def test_a_rank_that_dies_or_stops_is_named(
     settings: dict[str, Any], scripts: list[Script], number: signal.Signals, rank: int, words: str
@@ -144,9 +144,8 @@ def test_the_ranks_end_with_the_process_that_started_them(
 def test_faults_inside_a_rank(
     settings: dict[str, Any], scripts: list[Script], tmp_path: Path, fault: str, words: str
 ) -> None:
-    """A rank misbehaves by itself, while loading or in a step: planted through a sitecustomize of the ranks' own."""
-    (tmp_path / "sitecustomize.py").write_text(_PLANT)
-    script = Script(settings, "long", environment={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PLANTED_FAULT": fault})
+    """A rank misbehaves by itself, while loading or in a step."""
+    script = Script(settings, "long", environment=plant(tmp_path, 1, fault))
     scripts.append(script)
     started = time.monotonic()
     code, err = script.finish(90.0)
@@ -155,48 +154,6 @@ def test_faults_inside_a_rank(
     planted = float((tmp_path / "when").read_text())
     assert time.time() - planted < LIMIT_S + 2, f"took {time.monotonic() - started:.0f} s in all"
     script.assert_no_rank_left()
-
-
-_PLANT = """
-import os, sys, time
-if os.environ.get("RANK") == "1" and "PLANTED_FAULT" in os.environ:
-    where, kind = os.environ["PLANTED_FAULT"].split(":")
-    here = os.path.dirname(os.path.abspath(__file__))
-
-    def misbehave():
-        with open(os.path.join(here, "when"), "w") as file:
-            file.write(str(time.time()))
-        if kind == "raise":
-            raise RuntimeError("injected")
-        if kind == "kill":
-            os.kill(os.getpid(), 9)
-        if kind == "exit0":
-            sys.exit(0)
-        time.sleep(1000)
-
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            if name != "helix.engine.join":
-                return None
-            sys.meta_path.remove(self)
-            import helix.engine.build as build
-            import helix.engine.core as core
-            if where == "load":
-                build.load_weights = lambda *args, **kwargs: misbehave()
-            else:
-                plain, calls = core.build_batch, []
-
-                def build_batch(*args):
-                    calls.append(1)
-                    if len(calls) == 12:
-                        misbehave()
-                    return plain(*args)
-
-                core.build_batch = build_batch
-            return None
-
-    sys.meta_path.insert(0, Finder())
-"""
 
 
 def test_a_busy_rendezvous_port_is_named(settings: dict[str, Any]) -> None:

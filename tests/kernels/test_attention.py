@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helix.kernels import attend, attention
+from helix.kernels import attend, attention, merge
 from tests.kernels.cases import (
     DTYPES,
     AttentionCase,
@@ -171,6 +171,25 @@ def test_nan_in_a_visible_value_stays_loud(implementation: Attend) -> None:
     assert out.isnan().sum() == 3 * 8, "the three heads of the second KV head, in the first sequence"
     assert_close(out, want_out)
     assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_scores_without_a_value_stay_loud_through_the_merge(
+    implementation: Attend, value: float, dtype: torch.dtype
+) -> None:
+    """An lse of NaN or inf would pass for an empty shard, and the merge would leave out what went wrong."""
+    case = build_case(replace(DECODE, lengths=(9, 6), queries=(1, 1)), dtype)
+    clean_out, clean_lse = implementation(*case.arguments)
+    case.q_THD[..., 0].abs_()
+    case.k_PBKD[case.page_table_SR[0, 1], 2, 1, 0] = value
+    out, lse = implementation(*case.arguments)
+    assert lse.isfinite().all()
+    merged, _ = merge(torch.stack((clean_out, out)), torch.stack((clean_lse, lse)))
+    for result in (out, merged):
+        assert result[0, 3:].isnan().all(), "the three heads of the second KV head, in the first sequence"
+        assert result[0, :3].isfinite().all()
+        assert result[1].isfinite().all()
 
 
 def test_long_chunk_is_cut_into_blocks(implementation: Attend) -> None:

@@ -109,10 +109,10 @@ def _all_to_all(group: Group, dtype: torch.dtype) -> tuple[str, int]:
 
 
 def _all_to_all_uneven(group: Group, dtype: torch.dtype) -> tuple[str, int]:
-    """Rank i of the group sends (i + j + 1) % 3 rows to rank j: sometimes none, and not always some to itself."""
+    """Rank i of the group sends (2 i + j + 1) % 3 rows to rank j: 0, 1 or 2, and not as many as it gets from there."""
 
     def splits(sender: int) -> list[int]:
-        return [(sender + receiver + 1) % 3 for receiver in range(group.size)]
+        return [(2 * sender + receiver + 1) % 3 for receiver in range(group.size)]
 
     mine, everyone = splits(group.index), [splits(sender) for sender in range(group.size)]
     sources = [content(rank, (sum(rows), 5), dtype) for rank, rows in zip(group.ranks, everyone, strict=True)]

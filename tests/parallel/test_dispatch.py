@@ -15,6 +15,7 @@ from helix.comm.world import World, single_world
 from helix.layers.dispatch import pack, resolve_dispatch, unpack
 from helix.layers.mlp import ACTIVATIONS
 from helix.layers.moe import MoE, expert_products, products_by_loop, products_grouped
+from helix.layers.router import Router
 from helix.layout import Layout
 from helix.model_spec import ModelSpec, MoESpec, RotarySpec
 from helix.weights import dummy_weights
@@ -64,26 +65,26 @@ def forced(routing: str, num_experts: int, per_token: int, count: int) -> Tensor
     return ids[:, :per_token]
 
 
-class ForcedRouter(nn.Module):
+class ForcedRouter(Router):
     """Sends tokens where the test says, with weights from the true scores. Knows tokens by their values."""
 
-    def __init__(self, router: nn.Module, x_TC: Tensor, expert_Tk: Tensor) -> None:
-        super().__init__()
-        self.weight_EC = router.weight
+    def __init__(self, router: Router, x_TC: Tensor, expert_Tk: Tensor) -> None:
+        nn.Module.__init__(self)
+        self.weight = router.weight
         self.x_TC = x_TC
         self.expert_Tk = expert_Tk
 
     def forward(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
         places = [int((self.x_TC == row).all(dim=1).nonzero()[0, 0]) for row in x_TC]
         expert_Tk = self.expert_Tk[places]
-        return expert_Tk, (x_TC @ self.weight_EC.T).gather(1, expert_Tk)
+        return expert_Tk, (x_TC @ self.weight.T).gather(1, expert_Tk)
 
 
 def layer_outputs(
-    world: World, layout: dict[str, int], spec: ModelSpec, dispatch: str, cases: list[tuple[str, int]]
+    world: World, layout: Layout, spec: ModelSpec, dispatch: str, cases: list[tuple[str, int]]
 ) -> list[tuple[Any, dict[str, dict[str, int]]]]:
     """On one rank: the layer's output [T, C] and the calls of each group, for each (routing, number of tokens)."""
-    mesh = build_mesh(Layout(**layout), world)
+    mesh = build_mesh(layout, world)
     layer = make_layer(spec, mesh, dispatch)
     router, results = layer.router, []
     for routing, count in cases:
@@ -157,7 +158,7 @@ def test_every_grid_equals_all_experts_densely(
     spec = spec_of(num_experts, per_token)
     cases = [("router", 1), ("router", 2 * ep + 1)]
     cases += [(one, count) for one in ROUTINGS for count in (1, ep + 1) if fits(one, num_experts, per_token)]
-    everyone = ranks.run(kvp, layer_outputs, {"kvp": kvp, "tpf": tpf, "ep": ep}, spec, dispatch, cases)
+    everyone = ranks.run(kvp, layer_outputs, Layout(kvp=kvp, tpf=tpf, ep=ep), spec, dispatch, cases)
     for place, (routing, count) in enumerate(cases):
         expected = dense_output(spec, routing, count).numpy()
         for rank, results in enumerate(everyone):
@@ -172,7 +173,7 @@ def fits(routing: str, num_experts: int, per_token: int) -> bool:
 
 @pytest.mark.parametrize("shared", [0, SHARED])
 def test_local_dispatch_is_one_all_reduce(ranks: RankPool, shared: int) -> None:
-    layout = {"kvp": 4, "tpf": 2, "ep": 2}
+    layout = Layout(kvp=4, tpf=2, ep=2)
     everyone = ranks.run(4, layer_outputs, layout, spec_of(6, 2, shared), "local", [("one expert", 3)])
     for results in everyone:
         assert results[0][1] == {"world": {"all_reduce": 1}, "tpf": {}, "ep": {}}
@@ -180,7 +181,7 @@ def test_local_dispatch_is_one_all_reduce(ranks: RankPool, shared: int) -> None:
 
 @pytest.mark.parametrize("shared", [0, SHARED])
 def test_every_rank_enters_every_collective_of_alltoall(ranks: RankPool, shared: int) -> None:
-    layout = {"kvp": 4, "tpf": 2, "ep": 2}
+    layout = Layout(kvp=4, tpf=2, ep=2)
     everyone = ranks.run(4, layer_outputs, layout, spec_of(6, 2, shared), "alltoall", [("one expert", 1)])
     over_ep = {"all_to_all": 3, "all_gather": 1} | ({"reduce_scatter": 1} if shared else {})
     for results in everyone:
@@ -190,7 +191,7 @@ def test_every_rank_enters_every_collective_of_alltoall(ranks: RankPool, shared:
 @pytest.mark.parametrize("dispatch", ["local", "alltoall"])
 def test_bias_of_the_shared_expert_counts_once(ranks: RankPool, dispatch: str) -> None:
     spec = spec_of(5, 2, mlp_bias=True)
-    everyone = ranks.run(4, layer_outputs, {"kvp": 4, "tpf": 2, "ep": 2}, spec, dispatch, [("router", 3)])
+    everyone = ranks.run(4, layer_outputs, Layout(kvp=4, tpf=2, ep=2), spec, dispatch, [("router", 3)])
     for results in everyone:
         np.testing.assert_allclose(results[0][0], dense_output(spec, "router", 3).numpy(), atol=1e-5, rtol=1e-5)
 
@@ -223,8 +224,7 @@ def test_products_skip_experts_of_other_ranks(count: int) -> None:
     expert = forced("spread", 8, 3, max(count, 1))[:count]
     weight = torch.rand(count, 3)
     absent = expert >= 4
-    # Whatever stands beside an absent expert must not reach the sum.
-    got = expert_products(tokens(count), expert, weight.masked_fill(absent, torch.nan), gate_up, down, "silu")
+    got = expert_products(tokens(count), expert, weight, gate_up, down, "silu")
     expected = dense_products(tokens(count), expert.clamp(max=4), weight.masked_fill(absent, 0), gate_up, down)
     torch.testing.assert_close(got, expected)
 
@@ -263,15 +263,14 @@ def test_products_use_the_models_activation(activation: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [0, 1, 3, 200])
-@pytest.mark.parametrize("held", [6, 16])
-def test_grouped_products_equal_the_loop_on_a_gpu(count: int, held: int) -> None:
+@pytest.mark.parametrize(("held", "activation"), [(6, "silu"), (16, "silu"), (6, "gelu")])
+def test_grouped_products_equal_the_loop_on_a_gpu(count: int, held: int, activation: str) -> None:
     """`held` of 16 experts are here; sizes of the groups are not aligned to anything."""
     gate_up, down = (one.to("cuda", torch.bfloat16) for one in random_stack(held, 24, 64))
     x_TC = torch.randn(count, 64, dtype=torch.bfloat16, device="cuda")
     expert = forced("spread", 16, 4, max(count, 1))[:count].cuda()
     weight = torch.rand(count, 4, device="cuda")
-    got = products_grouped(x_TC, expert, weight, gate_up, down, "silu")
-    expected = products_by_loop(
-        x_TC.float(), expert, weight.masked_fill(expert >= held, torch.nan), gate_up.float(), down.float(), "silu"
-    )
-    torch.testing.assert_close(got.float(), expected, atol=3e-2, rtol=3e-2)
+    got = products_grouped(x_TC, expert, weight, gate_up, down, activation).float()
+    expected = products_by_loop(x_TC.float(), expert, weight, gate_up.float(), down.float(), activation)
+    assert torch.isfinite(got).all()
+    assert (got - expected).norm() <= 1e-2 * expected.norm()

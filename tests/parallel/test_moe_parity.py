@@ -17,26 +17,19 @@ CASES = [
     ("mixtral", (1, 1, 1, 1), "alltoall"),
     ("mixtral", (2, 1, 1, 2), "local"),
     ("mixtral", (1, 2, 2, 1), "alltoall"),
-    ("mixtral", (3, 1, 1, 3), "alltoall"),
     ("mixtral", (2, 2, 2, 2), "local"),
     ("mixtral", (6, 1, 1, 6), "alltoall"),
-    ("mixtral", (3, 2, 3, 2), "local"),
     ("qwen3_moe", (2, 1, 1, 2), "alltoall"),
     ("qwen3_moe", (3, 1, 1, 3), "local"),
     ("qwen3_moe", (2, 2, 1, 4), "local"),
-    ("qwen3_moe", (4, 1, 2, 2), "alltoall"),
-    ("qwen3_moe", (6, 1, 2, 3), "local"),
     ("qwen3_moe", (3, 2, 2, 3), "alltoall"),
     ("deepseek_v2_moe", (2, 1, 1, 2), "local"),
     ("deepseek_v2_moe", (3, 1, 1, 3), "alltoall"),
     ("deepseek_v2_moe", (4, 1, 2, 2), "alltoall"),
     ("deepseek_v2_moe", (6, 1, 3, 2), "local"),
     ("deepseek_v3_moe", (1, 1, 1, 1), "alltoall"),
-    ("deepseek_v3_moe", (2, 1, 2, 1), "alltoall"),
     ("deepseek_v3_moe", (3, 1, 1, 3), "local"),
-    ("deepseek_v3_moe", (4, 1, 1, 4), "alltoall"),
-    ("deepseek_v3_moe", (4, 1, 2, 2), "local"),
-    ("deepseek_v3_moe", (6, 1, 1, 6), "local"),
+    ("deepseek_v3_moe", (4, 1, 1, 4), "local"),
     ("deepseek_v3_moe", (6, 1, 2, 3), "alltoall"),
 ]
 
@@ -46,8 +39,7 @@ def test_grid_equals_transformers(
     ranks: RankPool, tiny: TinyModels, family: str, grid: tuple[int, int, int, int], dispatch: str
 ) -> None:
     kvp, tpa, tpf, ep = grid
-    layout = {"kvp": kvp, "tpa": tpa, "tpf": tpf, "ep": ep}
     path = tiny.path(family)
-    require_legal(path, Layout(**layout))
-    config = settings(path, layout, comm={"dispatch": dispatch})
+    require_legal(path, Layout(kvp=kvp, tpa=tpa, tpf=tpf, ep=ep))
+    config = settings(path, {"kvp": kvp, "tpa": tpa, "tpf": tpf, "ep": ep}, comm={"dispatch": dispatch})
     check_against_transformers(ranks, tiny, family, config, kvp * tpa, border_prompts(kvp))

@@ -267,7 +267,7 @@ def test_shipped_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     config = load_config(REPO / "configs" / "smollm2.yaml")
     assert config.model.path is not None
     assert config.model.path.endswith("models/smollm2-135m-instruct")
-    assert config.layout == LayoutConfig(kvp=3, tpa=1, tpf=3, ep=1)
+    assert config.layout == LayoutConfig(kvp=3, tpa=1)
     assert (config.cache.page_tokens, config.model.dtype, config.engine.device) == (16, "float32", "cpu")
 
 

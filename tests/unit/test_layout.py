@@ -73,12 +73,14 @@ def specs(draw: st.DrawFn) -> ModelSpec:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
-    """A model and a legal layout, one in five the baseline that copies KV."""
-    spec, num_ranks = draw(specs()), draw(st.integers(1, 24))
-    options = list(legal_layouts(spec, num_ranks))
-    if draw(st.integers(0, 4)) == 0:
-        options = [replace(one, kvp=1, tpa=num_ranks, duplicate_kv=True) for one in options]
+    """A model and a legal layout, one in four the baseline that copies KV."""
+    spec = draw(specs())
+    if draw(st.integers(0, 3)) == 0:
+        sizes = [size for size in range(1, spec.num_heads + 1) if spec.num_heads % size == 0]
+        options = [Layout(tpa=size, tpf=size, duplicate_kv=True) for size in sizes]
         options = [one for one in options if layout_problem(spec, one) is None]
+    else:
+        options = list(legal_layouts(spec, draw(st.integers(1, 24))))
     assume(options)
     return spec, draw(st.sampled_from(options))
 
@@ -407,6 +409,15 @@ def test_nearest_layouts(spec: ModelSpec, layout: Layout, count: int) -> None:
         assert near[0] == layout
 
 
+def test_fewest_changes_come_before_small_ones() -> None:
+    near = nearest_layouts(make_spec(16, 8, width=300, num_experts=32), Layout(kvp=2, tpa=3, tpf=3, ep=2))
+    assert [str(one) for one in near] == [
+        "kvp=3 tpa=2 tpf=3 ep=2",
+        "kvp=6 tpa=1 tpf=3 ep=2",
+        "kvp=3 tpa=2 tpf=2 ep=3",
+    ]
+
+
 # Defaults
 
 
@@ -429,6 +440,7 @@ def test_nearest_layouts(spec: ModelSpec, layout: Layout, count: int) -> None:
         ({"kvp": 8, "tpf": 0}, None, Layout(kvp=8, tpf=0, ep=1)),
         ({"kvp": 8, "ep": 0}, None, Layout(kvp=8, tpf=8, ep=0)),
         ({"tpa": 4, "duplicate_kv": True}, 4, Layout(tpa=4, tpf=4, duplicate_kv=True)),
+        ({"tpa": 2, "duplicate_kv": True}, 4, Layout(tpa=2, tpf=2, duplicate_kv=True)),
         ({"tpa": 0}, 4, Layout(kvp=4, tpa=0, tpf=0)),
     ],
     ids=str,

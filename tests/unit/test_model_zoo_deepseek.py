@@ -1,4 +1,4 @@
-"""Specs and checkpoints of DeepSeek-V2, V3, Kimi-K2 and its wrapper: published configs, defaults, refusals, tensor names."""
+"""Specs and checkpoints of DeepSeek-V2, V3, Kimi-K2 and its wrapper: published configs, defaults, refusals, names."""
 
 from __future__ import annotations
 
@@ -327,7 +327,11 @@ def test_layers_without_experts() -> None:
         (V3, {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be an integer of at least 1"),
         (V3, {"q_lora_rank": "1536"}, "q_lora_rank is '1536'; it must be an integer"),
         (V3, {"qk_rope_head_dim": 63}, "gives 63 rotary dims"),
-        (V3, {"quantization_config": {"quant_method": "fp8"}}, r"weight_block_size is None; it must be .* \[128, 128\]"),
+        (
+            V3,
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"weight_block_size is None; it must be .* \[128, 128\]",
+        ),
         (V3, {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
         (KIMI_K25, {"text_config": {"model_type": "llama"}}, "text_config.model_type is 'llama'"),
         (KIMI_K25, {"text_config": 3}, "text_config is 3; it must be an object"),

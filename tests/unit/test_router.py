@@ -154,7 +154,13 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-_DEEPSEEK = {"first_k_dense_replace": 0, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+_DEEPSEEK = {
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+}
 GATES = [
     (MixtralTopKRouter, transformers.MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     (Qwen3MoeTopKRouter, transformers.Qwen3MoeConfig, {"num_experts": 12, "num_experts_per_tok": 5}),

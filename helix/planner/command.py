@@ -1,0 +1,168 @@
+"""`helix plan`: from the words of a command line to a `Question`, its plan, and what is printed or written."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from helix.cost.choices import make_formats
+from helix.cost.hardware import Transport, load_hardware
+from helix.errors import ConfigError
+from helix.model_spec import ModelSpec
+from helix.planner.candidates import Candidate
+from helix.planner.explain import explain
+from helix.planner.groups import map_groups
+from helix.planner.render import plan_to_dict, plan_to_yaml, print_groups, print_plan
+from helix.planner.search import Objective, Plan, Question, make_plan
+from helix.planner.search import Progress as Report
+from model_zoo import load_spec
+from model_zoo.cards import load_card
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_BAR_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a person typed, still as text."""
+
+    model: str
+    hardware: str
+    gpus: str
+    context: str
+    batch: int | None = None
+    ttl_ms: float | None = None
+    objective: str = "ttl"
+    weights: str = "auto"
+    cache: str = "auto"
+    page_tokens: int = 64
+    transport: str = "collective"
+    rows: int = 12
+    output: Literal["text", "json", "yaml"] = "text"
+    show_groups: bool = False
+    all_refused: bool = False
+    plot: Path | None = None
+    html: Path | None = None
+
+
+def run_plan(options: PlanOptions) -> None:
+    """Make the plan and print or write what `options` asks for. Raises: ConfigError."""
+    question = make_question(options)
+    with progress_bar("planning") as report:
+        plan = make_plan(question, report)
+    why = explain(plan)
+    if options.output == "yaml":
+        print(plan_to_yaml(plan), end="")
+    elif options.output == "json":
+        tree = plan_to_dict(plan, why)
+        if options.show_groups:
+            shown = _shown(plan)
+            tree["groups"] = asdict(map_groups(question, shown.placement, plan.winner.cost.batch))
+        print(json.dumps(tree))
+    else:
+        print_plan(plan, why, rows=options.rows, all_refused=options.all_refused)
+        if options.show_groups:
+            print_groups(map_groups(question, _shown(plan).placement, plan.winner.cost.batch))
+    _write_pictures(options, plan)
+
+
+def _shown(plan: Plan) -> Candidate:
+    """The best Helix layout: the one whose groups are shown."""
+    best = plan.best_of("helix")
+    if best is None:
+        raise ConfigError("--show-groups: no Helix layout fits, so there are no groups to show")
+    return best.candidate
+
+
+def _write_pictures(options: PlanOptions, plan: Plan) -> None:
+    if options.plot is None and options.html is None:
+        return
+    # Needs matplotlib, an optional extra.
+    from helix.planner import picture
+
+    if options.plot is not None:
+        picture.write_plot(plan, options.plot, groups=options.show_groups)
+    if options.html is not None:
+        picture.write_html(plan, options.html, groups=options.show_groups)
+
+
+def make_question(options: PlanOptions) -> Question:
+    """`options` read and checked."""
+    if options.objective not in ("ttl", "throughput", "concurrency"):
+        raise ConfigError(f"--objective {options.objective!r} must be ttl, throughput or concurrency")
+    if options.transport not in ("collective", "symmetric"):
+        raise ConfigError(f"--transport {options.transport!r} must be collective or symmetric")
+    spec = read_model(options.model)
+    weights = spec.dtype if options.weights == "auto" else options.weights
+    if options.batch is not None and options.batch < 1:
+        raise ConfigError(f"--batch {options.batch} must be at least 1")
+    if options.ttl_ms is not None and not options.ttl_ms > 0:
+        raise ConfigError(f"--ttl-ms {options.ttl_ms} must be above 0")
+    if options.page_tokens < 1:
+        raise ConfigError(f"--page-tokens {options.page_tokens} must be at least 1")
+    return Question(
+        model=options.model,
+        spec=spec,
+        hardware=load_hardware(options.hardware),
+        num_gpus=read_gpus(options.gpus),
+        context=read_tokens(options.context, "--context"),
+        batch=options.batch,
+        ttl_us=None if options.ttl_ms is None else options.ttl_ms * 1e3,
+        objective=cast(Objective, options.objective),
+        formats=make_formats(weights, None if options.cache == "auto" else options.cache),
+        page_tokens=options.page_tokens,
+        transport=cast(Transport, options.transport),
+    )
+
+
+def read_model(name: str) -> ModelSpec:
+    """The spec of a checkpoint directory, or of the model card called `name`."""
+    return load_spec(Path(name)) if Path(name).is_dir() or "/" in name else load_card(name)
+
+
+def read_tokens(text: str, option: str) -> int:
+    """``128K`` -> 131072, ``1M`` -> 1048576."""
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([KMG]?)", text.strip(), re.IGNORECASE)
+    count = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if count < 1:
+        raise ConfigError(f"{option} {text!r} must be a number of tokens, such as 131072, 128K or 1M")
+    return count
+
+
+def read_gpus(text: str) -> tuple[int, ...]:
+    """``8,16,64`` -> (8, 16, 64)."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,4}", part) and int(part) > 0 for part in parts):
+        raise ConfigError(f"--gpus {text!r} must be numbers of GPUs with commas, such as 8 or 8,16,64 (at most 9999)")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Report | None]:
+    """Something to report progress to: a bar on a terminal that appears once a second has passed."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    start = time.monotonic()
+    bar = Progress(TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total}"), console=console, transient=True)
+    task = bar.add_task("", total=None)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if time.monotonic() - start > _BAR_AFTER_S:
+            bar.start()
+
+    try:
+        yield report
+    finally:
+        bar.stop()

@@ -1,0 +1,81 @@
+"""Pareto frontiers: tokens/s/user against tokens/s/GPU over placements and batches."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from helix.cost.memory import memory
+from helix.cost.step import placement_cost
+from helix.planner.candidates import Candidate
+from helix.planner.search import Question
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One placement at one batch."""
+
+    candidate: Candidate
+    batch: int
+    tokens_per_s_user: float
+    tokens_per_s_gpu: float
+
+
+def sweep(question: Question, candidates: Iterable[Candidate], *, max_batch: int = 1 << 14) -> list[Point]:
+    """All candidates at batches 1, 2, 4 ... and the largest that fits."""
+    points = []
+    for one in candidates:
+        held = memory(
+            question.spec,
+            one.placement,
+            question.formats,
+            question.hardware,
+            question.workload(1),
+            memory_fraction=question.memory_fraction,
+        )
+        top = min(held.largest_batch, max_batch)
+        batches = [1 << power for power in range(top.bit_length())]
+        for batch in dict.fromkeys([*batches, top] if top else []):
+            cost = placement_cost(
+                question.spec, one.placement, question.formats, question.hardware, question.workload(batch)
+            )
+            points.append(Point(one, batch, cost.tokens_per_s_user, cost.tokens_per_s_gpu))
+    return points
+
+
+def frontier(points: Iterable[Point]) -> list[Point]:
+    """The points that no other beats in both measures, by rising tokens/s/user."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda one: (-one.tokens_per_s_user, -one.tokens_per_s_gpu)):
+        if not best or point.tokens_per_s_gpu > best[-1].tokens_per_s_gpu:
+            best.append(point)
+    return best[::-1]
+
+
+def gpu_rate_at(front: Sequence[Point], tokens_per_s_user: float) -> float:
+    """Best tokens/s/GPU with at least `tokens_per_s_user`; 0 where there is none. `front` as `frontier` gives it."""
+    at = bisect_left([one.tokens_per_s_user for one in front], tokens_per_s_user)
+    return front[at].tokens_per_s_gpu if at < len(front) else 0.0
+
+
+def user_rate_at(front: Sequence[Point], tokens_per_s_gpu: float) -> float:
+    """Best tokens/s/user with at least `tokens_per_s_gpu`; 0 where there is none."""
+    return max((one.tokens_per_s_user for one in front if one.tokens_per_s_gpu >= tokens_per_s_gpu), default=0.0)
+
+
+def without_overlap(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that run in lockstep."""
+    return [one for one in candidates if one.placement.choices.overlap == 1]
+
+
+def with_overlaps(candidates: Iterable[Candidate], chunks: Sequence[int]) -> list[Candidate]:
+    """Lockstep candidates, each also with every number of `chunks`."""
+    widened = []
+    for one in without_overlap(candidates):
+        place = one.placement
+        widened.append(one)
+        if place.layout.kvp > 1:
+            for count in chunks:
+                widened.append(replace(one, placement=replace(place, choices=replace(place.choices, overlap=count))))
+    return widened

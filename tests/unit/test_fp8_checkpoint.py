@@ -1,0 +1,211 @@
+"""FP8 checkpoints as DeepSeek ships them: quantised here from known values, which every slice gives back exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from helix.check import check
+from helix.comm.mesh import planning_mesh
+from helix.config import CommConfig, make_config
+from helix.engine.build import ignored_tensors
+from helix.engine.engine import Engine
+from helix.errors import CheckpointError, ConfigError
+from helix.layers.decoder import Decoder
+from helix.layout import Layout, legal_layouts
+from helix.weights import declare, load_weights
+from model_zoo import load_spec, spec_from_config, text_names
+from tests.parallel import jobs
+from tests.ranks import RankPool
+from tests.tiny import TinyModels, prompt
+
+FAMILIES = ("llama", "mixtral", "deepseek_v2_moe", "deepseek_v3_moe")
+# Sizes of the tiny models are no multiples of it, nor are the slices that ranks hold.
+BLOCK = (16, 12)
+# The router and what `modules_to_not_convert` of public checkpoints names stay as they are.
+NOT_CONVERTED = ("embed_tokens", "lm_head", "gate", "layers.1.self_attn.o_proj")
+CPU = torch.device("cpu")
+
+
+def is_converted(name: str) -> bool:
+    module = name.removesuffix(".weight")
+    kept = any(module == one or module.endswith(f".{one}") for one in NOT_CONVERTED)
+    return name.endswith(".weight") and "norm" not in name and not kept
+
+
+def quantise(weight: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 values, scales, and the fp32 weight that they stand for exactly.
+
+    Values have four significant bits and scales are powers of two, so that no product is rounded.
+    """
+    values = (weight / weight.abs().max() * 15).round()
+    blocks = [-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True)]
+    scales = torch.exp2(torch.randint(-8, -3, blocks, generator=generator).float())
+    spread = scales.repeat_interleave(BLOCK[0], 0)[: weight.shape[0]].repeat_interleave(BLOCK[1], 1)
+    return values.to(torch.float8_e4m3fn), scales, values * spread[:, : weight.shape[1]]
+
+
+class Pair:
+    """One model twice: quantised under `fp8`, with the same values in fp32 under `plain` and in `values`."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.fp8, self.plain = folder / "fp8", folder / "plain"
+        generator = torch.Generator().manual_seed(3)
+        with safe_open(source / "model.safetensors", framework="pt") as reader:
+            original = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (no mapping)
+        stored: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+        for name, tensor in original.items():
+            if is_converted(name):
+                stored[name], stored[f"{name}_scale_inv"], self.values[name] = quantise(tensor, generator)
+            else:
+                stored[name] = self.values[name] = tensor
+        section = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
+        section["modules_to_not_convert"] = list(NOT_CONVERTED)
+        config = json.loads((source / "config.json").read_text())
+        for directory, tensors, extra in (
+            (self.plain, self.values, {}),
+            (self.fp8, stored, {"quantization_config": section}),
+        ):
+            directory.mkdir(parents=True)
+            (directory / "config.json").write_text(json.dumps(config | extra))
+            save_file(tensors, directory / "model.safetensors")
+        self.num_converted = len(stored) - len(original)
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    folder = tmp_path_factory.mktemp("fp8")
+    return {family: Pair(Path(tiny.path(family)), folder / family) for family in FAMILIES}
+
+
+def rank_model(directory: Path, layout: Layout, rank: int, comm: CommConfig) -> Decoder:
+    """What `rank` of `layout` holds of the checkpoint, in fp32 on the CPU, without the other ranks."""
+    spec = load_spec(directory)
+    mesh = replace(planning_mesh(layout, rank), device=CPU)
+    model = Decoder(spec, mesh, comm, dtype=torch.float32, device=CPU)
+    load_weights(model, directory, ignore=ignored_tensors(model, spec), rename=text_names(spec))
+    return model
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_slice_of_every_layout(pairs: dict[str, Pair], family: str, num_ranks: int) -> None:
+    pair = pairs[family]
+    assert pair.num_converted > 10
+    rename = text_names(load_spec(pair.fp8)) or str
+    values = {rename(name): tensor for name, tensor in pair.values.items()}
+    spec = load_spec(pair.fp8)
+    layouts = list(legal_layouts(spec, num_ranks))
+    assert layouts
+    for layout in layouts:
+        # What a rank holds of an MLA layer depends on these too.
+        ways = (CommConfig(), CommConfig(query="gather", exchange_space="value")) if spec.mla else (CommConfig(),)
+        for comm in ways:
+            seen: dict[str, int] = {}
+            for rank in range(num_ranks):
+                for name, tensor, pieces in declare(rank_model(pair.fp8, layout, rank, comm)):
+                    for piece in pieces:
+                        index = tuple(slice(start, stop) for start, stop in piece.source)
+                        wanted = values[piece.name][index].to(tensor.dtype)
+                        assert torch.equal(piece.view(tensor), wanted), f"{layout} rank {rank}: {piece.name} in {name}"
+                        seen[piece.name] = seen.get(piece.name, 0) + piece.numel
+            short = [name for name, count in seen.items() if count < values[name].numel()]
+            assert not short, f"{layout}: no rank holds all of {short}"
+            assert set(seen) == set(values)
+
+
+def settings(directory: Path, layout: dict[str, int]) -> dict[str, Any]:
+    return {
+        "model": {"path": str(directory), "dtype": "float32"},
+        "layout": layout,
+        "cache": {"page_tokens": 4, "num_page_rows": 60},
+        "engine": {"device": "cpu"},
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_model_that_is_not_quantised(pairs: dict[str, Pair], family: str) -> None:
+    pair, token_ids = pairs[family], prompt(37)
+    found = []
+    for directory in (pair.fp8, pair.plain):
+        with Engine(settings(directory, {"kvp": 1})) as engine:
+            found.append(engine.logits(token_ids))
+    assert torch.equal(*found)
+    # transformers' other ways of computing experts need widths that are multiples of 16 bytes.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        pair.plain, dtype=torch.float32, experts_implementation="eager"
+    )
+    with torch.inference_mode():
+        wanted = model.eval()(torch.tensor([token_ids])).logits[0]
+    np.testing.assert_allclose(found[0].numpy(), wanted.numpy(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("llama", {"kvp": 2, "tpa": 2}), ("deepseek_v3_moe", {"kvp": 4, "tpf": 2, "ep": 2})]
+)
+def test_logits_on_four_ranks(ranks: RankPool, pairs: dict[str, Pair], family: str, layout: dict[str, int]) -> None:
+    prompts = [prompt(5), prompt(23)]
+    found = []
+    for directory, sizes, count in ((pairs[family].fp8, layout, 4), (pairs[family].plain, {"kvp": 1}, 1)):
+        found.append(ranks.run(count, jobs.drive, settings(directory, sizes), jobs.logits_and_tokens, prompts, 12)[0])
+    for ours, wanted in zip(found[0][0], found[1][0], strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
+    assert found[0][1] == found[1][1]
+
+
+def test_the_dtype_of_a_tensor_decides_and_not_the_list(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """`modules_to_not_convert` may name what is converted and leave out what is not; nobody reads it."""
+    pair = pairs["llama"]
+    config = json.loads((pair.fp8 / "config.json").read_text())
+    shutil.copy(pair.fp8 / "model.safetensors", tmp_path)
+    for listed in (None, [], ["model.layers.0.mlp", "q_proj"]):
+        config["quantization_config"]["modules_to_not_convert"] = listed
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = rank_model(tmp_path, Layout(), 0, CommConfig())
+        for _, tensor, pieces in declare(model):
+            for piece in pieces:
+                assert torch.equal(piece.view(tensor), pair.values[piece.name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_check_reads_the_headers(pairs: dict[str, Pair], family: str) -> None:
+    assert check(make_config(settings(pairs[family].fp8, {"kvp": 2}))).layout.kvp == 2
+
+
+def quantised_config(family: str, tiny: TinyModels, section: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(tiny.path(family)) / "config.json").read_text())
+    return config | {"quantization_config": section}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *FAMILIES[1:]])
+def test_families_take_fp8_with_blocks_and_nothing_else(tiny: TinyModels, family: str) -> None:
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    plain = spec_from_config(json.loads((Path(tiny.path(family)) / "config.json").read_text()))
+    assert spec_from_config(quantised_config(family, tiny, section)) == plain
+    for method in ("awq", "gptq", "compressed-tensors", "fbgemm_fp8"):
+        with pytest.raises(CheckpointError, match=rf"quantization_config .*quant_method '{method}'"):
+            spec_from_config(quantised_config(family, tiny, {"quant_method": method, "weight_block_size": [128, 128]}))
+    with pytest.raises(
+        CheckpointError, match=r"quantization_config\.weight_block_size is None; it must be .*\[128, 128\]"
+    ):
+        spec_from_config(quantised_config(family, tiny, {"quant_method": "fp8"}))
+
+
+def test_keep_fp8_is_refused_before_anything_starts(pairs: dict[str, Pair]) -> None:
+    wanted = settings(pairs["llama"].fp8, {"kvp": 2})
+    wanted["model"]["keep_fp8"] = True
+    for start in (lambda: check(make_config(wanted)), lambda: Engine(wanted)):
+        with pytest.raises(ConfigError, match=r"model\.keep_fp8=true: .* on cpu devices; set it to false"):
+            start()
