@@ -231,7 +231,9 @@ def plan(
     batch: Annotated[int | None, typer.Option(help="Sequences that decode together.")] = None,
     ttl_ms: Annotated[float | None, typer.Option(help="Longest time of a decode step.")] = None,
     objective: Annotated[str, typer.Option(help="ttl, throughput or concurrency.")] = "ttl",
-    weights: Annotated[str, typer.Option(help="Number format of the weights: auto, bfloat16, float8, float4 ...")] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="Number format of the weights: auto, bfloat16, float8, float4 ...")
+    ] = "auto",
     cache: Annotated[str, typer.Option(help="Number format of the KV cache.")] = "auto",
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 64,
     transport: Annotated[str, typer.Option(help="collective or symmetric.")] = "collective",
@@ -251,7 +253,9 @@ def plan(
         command.run_reproduction(reproduce, as_json=json_)
         return
     if model is None:
-        raise ConfigError("helix plan needs --model: a model card (`helix models` lists them) or a checkpoint directory")
+        raise ConfigError(
+            "helix plan needs --model: a model card (`helix models` lists them) or a checkpoint directory"
+        )
     command.run_plan(
         command.PlanOptions(
             model=model,

@@ -19,7 +19,7 @@ port="$("$HELIX_BIN/python" -c 'import socket; s = socket.socket(); s.bind(("127
 prompt=(--prompt "What is the capital of France?")
 for argument in "$@"; do
     case "$argument" in
-    --prompt | --prompt=* | --help) prompt=() ;;
+    --prompt | --prompt=* | --prompt-ids | --prompt-ids=* | --help) prompt=() ;;
     esac
 done
 

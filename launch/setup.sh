@@ -93,8 +93,8 @@ helix_install() {
     rm "$HELIX_MARKER"
 }
 
-# helix_setup EXTRA...: afterwards the environment with these extras and the model are there. The lock on the
-# checkout's directory makes a second caller wait for the first.
+# helix_setup EXTRA...: afterwards the environment with these extras, first in PATH, and the model are there. The lock on
+# the checkout's directory makes a second caller wait for the first.
 helix_setup() {
     local extra
     exec 9<"$HELIX_ROOT"
@@ -111,6 +111,7 @@ helix_setup() {
     [ -d "$HELIX_ROOT/models/smollm2-135m-instruct" ] || helix_say "getting and converting SmolLM2-135M-Instruct, once"
     TQDM_DISABLE=1 "$HELIX_BIN/python" "$HELIX_ROOT/launch/fetch_smollm2.py" || exit
     exec 9<&-
+    export PATH="$HELIX_BIN:$PATH"
 }
 
 # Format, lint and types. Runs all three and is false when any of them is.

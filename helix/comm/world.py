@@ -29,10 +29,11 @@ _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 @dataclass(slots=True)
 class World:
-    """All ranks of one engine: `group` spans them, `monitor` watches them, `device` is this rank's device."""
+    """All ranks of one engine: `group` spans them, `monitor` watches them, `local_size` of them share this machine."""
 
     rank: int
     size: int
+    local_size: int
     device: torch.device
     group: Group
     monitor: Monitor
@@ -68,7 +69,7 @@ def single_world(device: torch.device) -> World:
     monitor = Monitor.start(
         rank=0, world_size=1, store=None, master_addr="", stall_timeout_s=1.0, on_failure=end_process
     )
-    return World(rank=0, size=1, device=device, group=Group("world", (0,), 0), monitor=monitor)
+    return World(rank=0, size=1, local_size=1, device=device, group=Group("world", (0,), 0), monitor=monitor)
 
 
 def join_world(
@@ -113,7 +114,14 @@ def join_world(
     ranks = tuple(range(env.world_size))
     group = Group("world", ranks, env.rank, comm, comm.get_world_group(), monitor.beat)
     return World(
-        rank=env.rank, size=env.world_size, device=device, group=group, monitor=monitor, comm=comm, store=store
+        rank=env.rank,
+        size=env.world_size,
+        local_size=env.local_size,
+        device=device,
+        group=group,
+        monitor=monitor,
+        comm=comm,
+        store=store,
     )
 
 

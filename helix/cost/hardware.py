@@ -90,7 +90,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of device and how it is linked. `products` holds dense matrix rates by format name."""
+    """One kind of device and how it is linked. `products` holds dense matrix rates by format name.
+
+    `chunks_share_latency` says that the chunks of an exchange pay its fixed latency once together, not once each. No
+    real library does; the figures of the Helix paper assume it.
+    """
 
     name: str
     source: str
@@ -107,6 +111,7 @@ class Hardware:
     symmetric: Mapping[Op, CollectiveCurve] = field(default_factory=dict)
     layer_us: float = 0.0
     step_us: float = 0.0
+    chunks_share_latency: bool = False
     device_names: tuple[str, ...] = ()
 
     def product_rate(self, number_format: str) -> float:
@@ -262,6 +267,7 @@ def _hardware(card: Mapping[str, Any]) -> Hardware:
         symmetric=_curves(card.get("symmetric", {}), required=False),
         layer_us=float(card.get("layer_us", 0.0)),
         step_us=float(card["step_us"]),
+        chunks_share_latency=bool(card.get("chunks_share_latency", False)),
         device_names=tuple(card.get("device_names", ())),
     )
 

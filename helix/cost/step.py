@@ -177,6 +177,8 @@ class _Price:
 
     def message(self, item: Message, parts: int = 1) -> float:
         """Time of one of `parts` equal parts of a collective."""
+        if parts > 1 and self.hardware.chunks_share_latency:
+            return self.message(item) / parts
         # Symmetric memory serves the exchange, whose merge kernel reads the peers' partials, and the all-reduce.
         transport = self.transport if item.op in ("all_reduce", "all_to_all") else "collective"
         span = item.span(self.num_ranks, self.hardware)

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from helix.cache.pools import build_cache, page_bytes
+from helix.capabilities import check_capabilities
 from helix.comm.group import Group
 from helix.comm.mesh import build_mesh
 from helix.comm.world import World
@@ -30,41 +31,30 @@ log = logging.getLogger("helix")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# Types of devices that have a product with FP8 weights, which `model.keep_fp8` needs.
-FP8_DEVICES: frozenset[str] = frozenset()
-
 # On a CPU the cache shares the memory with everything else on the machine, so only a quarter of what is free is taken.
 _CPU_SHARE = 0.25
 
 
 def resolve_spec(config: RunConfig) -> ModelSpec:
-    """The model's spec, from its checkpoint directory or its card, cut to `model.num_layers`.
+    """The model's spec, from its checkpoint directory or its card, cut to `model.num_layers`, for a supported config.
 
     Raises
     ------
     ConfigError, CheckpointError
-        No such card or checkpoint, a card without ``load: dummy``, or `model.keep_fp8` where nothing can use it.
+        No such card or checkpoint, a card without ``load: dummy``, or what `helix.capabilities` refuses.
     """
-    _check_keep_fp8(config)
     if config.model.card is None:
-        return with_num_layers(load_spec(Path(str(config.model.path))), config.model.num_layers)
-    spec = load_card(config.model.card)
-    if config.model.load != "dummy":
+        spec = load_spec(Path(str(config.model.path)))
+    elif config.model.load != "dummy":
         raise ConfigError(
             f"model.card={config.model.card} has no weights; set model.load: dummy for random weights of its shapes, "
             "or give model.path the directory of a checkpoint"
         )
-    return with_num_layers(spec, config.model.num_layers)
-
-
-def _check_keep_fp8(config: RunConfig) -> None:
-    """Refuse `model.keep_fp8` where no layer computes with FP8 weights."""
+    else:
+        spec = load_card(config.model.card)
     device = "cuda" if config.engine.device != "cpu" and torch.cuda.is_available() else "cpu"
-    if config.model.keep_fp8 and device not in FP8_DEVICES:
-        raise ConfigError(
-            f"model.keep_fp8=true: there is no product with FP8 weights on {device} devices; set it to false, and FP8 "
-            "weights are dequantised to model.dtype while they are loaded"
-        )
+    check_capabilities(config, spec, device)
+    return with_num_layers(spec, config.model.num_layers)
 
 
 def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) -> Layout:
@@ -121,7 +111,9 @@ def build_core(
     rule = PageRule(config.cache.page_tokens, layout.kvp)
     max_context = resolve_context(config, spec)
     cache_dtype = dtype if config.cache.dtype == "auto" else DTYPES[config.cache.dtype]
-    num_rows = _agree(world.group, page_rows(config, spec, layout, rule, max_context, cache_dtype, device, world.size))
+    num_rows = _agree(
+        world.group, page_rows(config, spec, layout, rule, max_context, cache_dtype, device, world.local_size)
+    )
     scheduler = Scheduler(
         rule=rule,
         num_rows=num_rows,

@@ -43,6 +43,7 @@ class Tiling:
     stages: int
     workers_per_sm: int
     min_tiles: int = 2
+    swap: bool = False
 
 
 def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared: bool) -> Tiling:
@@ -144,6 +145,7 @@ def _attend(  # type: ignore[no-untyped-def]
     MIN_TILES: tl.constexpr,
     PAD: tl.constexpr,
     SPLIT: tl.constexpr,
+    SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -184,18 +186,18 @@ def _attend(  # type: ignore[no-untyped-def]
             tile_stop = num_tiles
         if BLOCK_Q == 1:
             sequence = tl.minimum(tl.sum((end_s <= block).to(tl.int32), 0), num_sequences - 1)
-            token_m = block + row_m * 0
+            token_m = block + row_m.to(tl.int64) * 0
             head_m = row_m
             valid_m = row_m < G
         else:
             sequence = tl.load(plan_ptr + num_blocks + block)
-            token_m = tl.load(plan_ptr + 2 * num_blocks + block) + row_m // G
+            token_m = tl.load(plan_ptr + 2 * num_blocks + block).to(tl.int64) + row_m // G
             head_m = row_m % G
-            valid_m = (row_m < BLOCK_Q * G) & (token_m < tl.load(start_ptr + sequence + 1).to(tl.int32))
+            valid_m = (row_m < BLOCK_Q * G) & (token_m < tl.load(start_ptr + sequence + 1))
         head_m += kv_head * G
         table_row = table_ptr + sequence.to(tl.int64) * table_stride
         slot = _slots(table_row, tile, length, N, PAGE_TOKENS)
-        q_m = q_ptr + token_m.to(tl.int64) * q_token_stride + head_m * q_head_stride
+        q_m = q_ptr + token_m * q_token_stride + head_m * q_head_stride
         q1_md = tl.load(q_m[:, None] + d1_d[None, :], mask=valid_m[:, None] & (d1_d < D1)[None, :], other=0.0)
         if D2 > 0:
             d2_d = tl.arange(0, D2_PAD)
@@ -206,7 +208,10 @@ def _attend(  # type: ignore[no-untyped-def]
         v_pool = v_ptr + kv_head.to(tl.int64) * v_head_stride
         peak_m = tl.full((M,), float("-inf"), tl.float32)
         sum_m = tl.zeros((M,), tl.float32)
-        acc_mv = tl.zeros((M, V_PAD), tl.float32)
+        if SWAP:
+            acc_vm = tl.zeros((V_PAD, M), tl.float32)
+        else:
+            acc_mv = tl.zeros((M, V_PAD), tl.float32)
         for t in range(tile, tile_stop):
             position_n = t * N + offset_n
             live_n = position_n < length
@@ -214,29 +219,46 @@ def _attend(  # type: ignore[no-untyped-def]
             # The next tile's pages are asked for here, a tile ahead of the rows that they lead to.
             slot = _slots(table_row, t + 1, length, N, PAGE_TOKENS)
             k1_nd = _load_rows(k_pool, slot_n, k_slot_stride, live_n, d1_d, D1)
-            score_mn = tl.dot(q1_md, k1_nd.T, input_precision=PRECISION)
+            if SWAP:
+                score_nm = tl.dot(k1_nd, q1_md.T, input_precision=PRECISION)
+            else:
+                score_mn = tl.dot(q1_md, k1_nd.T, input_precision=PRECISION)
             if D2 > 0:
                 k2_nd = _load_rows(k_pool + D1, slot_n, k_slot_stride, live_n, d2_d, D2)
-                score_mn = tl.dot(q2_md, k2_nd.T, score_mn, input_precision=PRECISION)
-            seen_mn = position_n[None, :] < visible_m[:, None] if BLOCK_Q > 1 else live_n[None, :]
-            score_mn = tl.where(seen_mn, score_mn * scale_log2, float("-inf"))
-            new_m = tl.maximum(peak_m, tl.max(score_mn, 1))
-            base_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-            weight_mn = tl.exp2(score_mn - base_m[:, None])
-            decay_m = tl.exp2(peak_m - base_m)
-            sum_m = sum_m * decay_m + tl.sum(weight_mn, 1)
-            peak_m = new_m
+                if SWAP:
+                    score_nm = tl.dot(k2_nd, q2_md.T, score_nm, input_precision=PRECISION)
+                else:
+                    score_mn = tl.dot(q2_md, k2_nd.T, score_mn, input_precision=PRECISION)
             if SHARED:
                 v_nv = k1_nd
             else:
                 v_nv = _load_rows(v_pool, slot_n, v_slot_stride, live_n, v_v, V)
-            acc_mv = tl.dot(weight_mn.to(v_nv.dtype), v_nv, acc_mv * decay_m[:, None], input_precision=PRECISION)
+            if SWAP:
+                seen_nm = position_n[:, None] < visible_m[None, :] if BLOCK_Q > 1 else live_n[:, None]
+                score_nm = tl.where(seen_nm, score_nm * scale_log2, float("-inf"))
+                new_m = tl.maximum(peak_m, tl.max(score_nm, 0))
+                base_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+                weight_nm = tl.exp2(score_nm - base_m[None, :])
+                decay_m = tl.exp2(peak_m - base_m)
+                sum_m = sum_m * decay_m + tl.sum(weight_nm, 0)
+                acc_vm = tl.dot(v_nv.T, weight_nm.to(v_nv.dtype), acc_vm * decay_m[None, :], input_precision=PRECISION)
+            else:
+                seen_mn = position_n[None, :] < visible_m[:, None] if BLOCK_Q > 1 else live_n[None, :]
+                score_mn = tl.where(seen_mn, score_mn * scale_log2, float("-inf"))
+                new_m = tl.maximum(peak_m, tl.max(score_mn, 1))
+                base_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+                weight_mn = tl.exp2(score_mn - base_m[:, None])
+                decay_m = tl.exp2(peak_m - base_m)
+                sum_m = sum_m * decay_m + tl.sum(weight_mn, 1)
+                acc_mv = tl.dot(weight_mn.to(v_nv.dtype), v_nv, acc_mv * decay_m[:, None], input_precision=PRECISION)
+            peak_m = new_m
+        if SWAP:
+            acc_mv = acc_vm.T
         result_mv = acc_mv / tl.where(sum_m == 0.0, 1.0, sum_m)[:, None]
         lse_m = final_lse(peak_m * 0.6931471805599453, sum_m)
         if tile_stop - tile == num_tiles:
-            head_m = head_m.to(tl.int64)
-            out_m = out_ptr + token_m.to(tl.int64) * out_token_stride + head_m * out_head_stride
-            lse_at_m = lse_ptr + token_m.to(tl.int64) * lse_token_stride + head_m * lse_head_stride
+            out_m = out_ptr + token_m * out_token_stride + head_m * out_head_stride
+            lse_at_m = lse_ptr + token_m * lse_token_stride + head_m * lse_head_stride
             tl.store(out_m[:, None] + v_v[None, :], result_mv, mask=valid_m[:, None] & (v_v < V)[None, :])
             tl.store(lse_at_m, lse_m, mask=valid_m)
         else:
@@ -436,6 +458,7 @@ def attend_into(
         SHARED=call.shared,
         PAGE_TOKENS=k_PBKD.shape[1],
         SPLIT=call.split,
+        SWAP=tiling.swap,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else None,
         DEPENDENT=dependent and call.split,
         num_warps=tiling.warps,

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` on slice `width` of the FFN width; partial sums are reduced over `group`.
 
-    With ``reduce=False`` the caller reduces (a shared expert's sum goes out with the routed experts' one).
+    A caller that has more to reduce takes `part` and adds `down_bias` behind its own sum (the shared expert does).
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class MLP(nn.Module):
         group: Group,
         *,
         bias: bool = False,
-        reduce: bool = True,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -73,11 +72,13 @@ class MLP(nn.Module):
             self.declared["down_bias"] = (whole(f"{down}.bias", (hidden,)),)
         self.activation = ACTIVATIONS[activation]
         self.group = group
-        self.reduce = reduce
 
-    def forward(self, x_TC: Tensor) -> Tensor:
+    def part(self, x_TC: Tensor) -> Tensor:
+        """This rank's part of the sum over `group`, without the last bias."""
         gate, up = self.gate_up(x_TC).chunk(2, dim=-1)
         y_TC: Tensor = self.down(self.activation(gate) * up)
-        if self.reduce:
-            y_TC = self.group.all_reduce(y_TC)
+        return y_TC
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        y_TC = self.group.all_reduce(self.part(x_TC))
         return y_TC if self.down_bias is None else y_TC + self.down_bias

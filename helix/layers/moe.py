@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -67,7 +66,6 @@ class MoE(nn.Module):
                 spec.activation,
                 mesh.world,
                 bias=spec.mlp_bias,
-                reduce=False,
                 dtype=dtype,
                 device=device,
             )
@@ -76,7 +74,7 @@ class MoE(nn.Module):
     def forward(self, x_TC: Tensor) -> Tensor:
         if self.shared is None:
             return self.dispatch(x_TC, self.router, self.experts, None)
-        y_TC = self.dispatch(x_TC, self.router, self.experts, partial(_shared_part, self.shared))
+        y_TC = self.dispatch(x_TC, self.router, self.experts, self.shared.part)
         return y_TC if self.shared.down_bias is None else y_TC + self.shared.down_bias
 
 
@@ -115,13 +113,6 @@ class Experts(nn.Module):
 
     def forward(self, x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         return expert_products(x_TC, expert_Tk, weight_Tk, self.gate_up, self.down, self.activation)
-
-
-def _shared_part(shared: MLP, x_TC: Tensor) -> Tensor:
-    """This rank's part of the shared expert; without its last bias, which the sum over N ranks would repeat."""
-    gate, up = shared.gate_up(x_TC).chunk(2, dim=-1)
-    y_TC: Tensor = shared.down(shared.activation(gate) * up)
-    return y_TC
 
 
 def _stack(

@@ -21,7 +21,8 @@ from helix.model_spec import ModelSpec
 from helix.planner.candidates import Candidate
 from helix.planner.explain import explain
 from helix.planner.groups import map_groups
-from helix.planner.render import plan_to_dict, plan_to_yaml, print_groups, print_plan
+from helix.planner.render import plan_to_dict, plan_to_yaml, print_groups, print_plan, print_reproduction
+from helix.planner.reproduce import reproduce
 from helix.planner.search import Objective, Plan, Question, make_plan
 from helix.planner.search import Progress as Report
 from model_zoo import load_spec
@@ -122,6 +123,17 @@ def make_question(options: PlanOptions) -> Question:
         page_tokens=options.page_tokens,
         transport=cast(Transport, options.transport),
     )
+
+
+def run_reproduction(name: str, *, as_json: bool) -> None:
+    """Print a published result beside the model's. Raises: ConfigError."""
+    with progress_bar("reproducing"):
+        found = reproduce(name)
+    if as_json:
+        rows = [{**asdict(row), "error": row.error} for row in found.rows]
+        print(json.dumps({**asdict(found), "rows": rows, "median_error": found.median_error}))
+    else:
+        print_reproduction(found)
 
 
 def read_model(name: str) -> ModelSpec:

@@ -22,8 +22,10 @@ class Point:
     tokens_per_s_gpu: float
 
 
-def sweep(question: Question, candidates: Iterable[Candidate], *, max_batch: int = 1 << 14) -> list[Point]:
-    """All candidates at batches 1, 2, 4 ... and the largest that fits."""
+def sweep(
+    question: Question, candidates: Iterable[Candidate], *, max_batch: int = 1 << 14, per_doubling: int = 1
+) -> list[Point]:
+    """All candidates at batches 1, 2, 4 ... (`per_doubling` steps between) and the largest that fits."""
     points = []
     for one in candidates:
         held = memory(
@@ -35,8 +37,8 @@ def sweep(question: Question, candidates: Iterable[Candidate], *, max_batch: int
             memory_fraction=question.memory_fraction,
         )
         top = min(held.largest_batch, max_batch)
-        batches = [1 << power for power in range(top.bit_length())]
-        for batch in dict.fromkeys([*batches, top] if top else []):
+        batches = [round(2 ** (step / per_doubling)) for step in range(top.bit_length() * per_doubling)]
+        for batch in sorted({min(batch, top) for batch in [*batches, top]} if top else ()):
             cost = placement_cost(
                 question.spec, one.placement, question.formats, question.hardware, question.workload(batch)
             )
@@ -60,8 +62,19 @@ def gpu_rate_at(front: Sequence[Point], tokens_per_s_user: float) -> float:
 
 
 def user_rate_at(front: Sequence[Point], tokens_per_s_gpu: float) -> float:
-    """Best tokens/s/user with at least `tokens_per_s_gpu`; 0 where there is none."""
-    return max((one.tokens_per_s_user for one in front if one.tokens_per_s_gpu >= tokens_per_s_gpu), default=0.0)
+    """Tokens/s/user at `tokens_per_s_gpu`, on straight lines between the points; 0 beyond the largest rate per GPU.
+
+    Straight lines, since only some batches were priced: taking the next point would show their spacing as a loss.
+    """
+    rising = front[::-1]
+    at = bisect_left([one.tokens_per_s_gpu for one in rising], tokens_per_s_gpu)
+    if at == len(rising):
+        return 0.0
+    if at == 0:
+        return rising[0].tokens_per_s_user
+    left, right = rising[at - 1], rising[at]
+    share = (tokens_per_s_gpu - left.tokens_per_s_gpu) / (right.tokens_per_s_gpu - left.tokens_per_s_gpu)
+    return left.tokens_per_s_user + share * (right.tokens_per_s_user - left.tokens_per_s_user)
 
 
 def without_overlap(candidates: Iterable[Candidate]) -> list[Candidate]:

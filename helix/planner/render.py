@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,23 +19,30 @@ from helix.layout import Layout, padded_heads
 from helix.planner.candidates import SCHEME_TEXT, Refused
 from helix.planner.explain import Explanation, tokens_text
 from helix.planner.groups import GroupMap, ranks_text
+from helix.planner.reproduce import Reproduction
 from helix.planner.search import Plan, Priced
 
-_WIDTH = 178
+_WIDTH = 200
 _GIB = 1 << 30
 _MAX_REFUSALS = 12
+_LEGEND = (
+    "ms: TTL = attn (KV read) + wts (weight read) + math (arithmetic beyond the reads) + fixed (kernel launches) + exch "
+    "(exchange) + q-ag (query gather)\n+ ar (all-reduces) + disp (dispatch of tokens) + head (embedding and head) + pp "
+    "(hand-over of stages) - hopb (hidden by overlap); /s: tokens per second;\nmemory: weights + KV of this batch, GiB on "
+    "the fullest rank; most: largest batch that fits"
+)
 _COLUMNS = (
-    ("attention_read", "attn read"),
-    ("weight_read", "weights"),
-    ("arithmetic", "arith."),
+    ("attention_read", "attn"),
+    ("weight_read", "wts"),
+    ("arithmetic", "math"),
     ("launches", "fixed"),
-    ("exchange", "exchange"),
-    ("query_gather", "q gather"),
-    ("all_reduce", "all-red."),
-    ("dispatch", "dispatch"),
-    ("embedding_and_head", "emb+head"),
-    ("pipeline", "stages"),
-    ("overlap_gained", "overlap"),
+    ("exchange", "exch"),
+    ("query_gather", "q-ag"),
+    ("all_reduce", "ar"),
+    ("dispatch", "disp"),
+    ("embedding_and_head", "head"),
+    ("pipeline", "pp"),
+    ("overlap_gained", "-hopb"),
 )
 
 
@@ -48,7 +56,7 @@ def print_plan(plan: Plan, why: Explanation, *, rows: int = 12, all_refused: boo
         + (f", TTL within {question.ttl_us / 1e3:g} ms" if question.ttl_us else "")
     )
     console.print(_table(plan, rows))
-    console.print("times in ms; overlap is taken off the sum; mem: weights + KV of this batch, GiB on the fullest rank")
+    console.print(_LEGEND)
     console.print(f"\n{why.why}\n{why.span}")
     waste = waste_text(plan)
     if waste:
@@ -59,16 +67,14 @@ def print_plan(plan: Plan, why: Explanation, *, rows: int = 12, all_refused: boo
 def _table(plan: Plan, rows: int) -> Table:
     question = plan.question
     shown = [name for name, _ in _COLUMNS if any(getattr(one.cost.parts, name) > 0.5 for one in plan.ranked)]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("#", justify="right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, collapse_padding=True)
+    table.add_column("#", justify="right", no_wrap=True)
     for title in ("scheme", "layout", "choices"):
-        table.add_column(title, no_wrap=title != "choices")
-    for title in ("GPUs", "batch", "TTL", *(text for name, text in _COLUMNS if name in shown), "tok/s user"):
-        table.add_column(title, justify="right")
-    for title in ("tok/s GPU", "mem", "max batch"):
+        table.add_column(title, no_wrap=True)
+    parts = [text for name, text in _COLUMNS if name in shown]
+    last = ["in TTL"] if question.ttl_us else []
+    for title in ("GPUs", "batch", "TTL", *parts, "/s user", "/s GPU", "memory", "most", *last):
         table.add_column(title, justify="right", no_wrap=True)
-    if question.ttl_us:
-        table.add_column("in TTL", justify="right")
     helix = 0
     for index, one in enumerate(plan.ranked, 1):
         helix += one.candidate.scheme == "helix"
@@ -115,16 +121,17 @@ def waste_text(plan: Plan) -> str:
 def _print_refused(console: Console, refused: Iterable[Refused], limit: int | None) -> None:
     groups: dict[tuple[str, str], list[Refused]] = {}
     for one in refused:
-        groups.setdefault((one.scheme, one.reason), []).append(one)
+        kind = re.sub(r"[0-9.]+", "#", one.reason) if limit is not None else one.reason
+        groups.setdefault((one.scheme, kind), []).append(one)
     if not groups:
         return
-    console.print(f"\nrefused: {sum(map(len, groups.values()))} placements, for these reasons:")
-    for index, ((_, reason), members) in enumerate(groups.items()):
-        if limit is not None and index == limit:
-            console.print(f"  ... and {len(groups) - limit} more reasons (--all-refused, --json)")
-            break
+    console.print(f"\nrefused: {sum(map(len, groups.values()))} placements")
+    for members in list(groups.values())[:limit]:
+        first = members[0]
         more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        console.print(f"  {SCHEME_TEXT[members[0].scheme]} {members[0].label}{more}: {reason}", soft_wrap=True)
+        console.print(f"  {SCHEME_TEXT[first.scheme]} {first.label}{more}: {first.reason}", soft_wrap=True)
+    if limit is not None and len(groups) > limit:
+        console.print(f"  ... and {len(groups) - limit} more reasons (--all-refused, --json)")
 
 
 def plan_to_dict(plan: Plan, why: Explanation) -> dict[str, Any]:
@@ -216,6 +223,26 @@ def layout_dict(layout: Layout) -> dict[str, int | bool]:
     """`layout` as the YAML section of the same name."""
     sizes: dict[str, int | bool] = {"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep}
     return sizes | ({"duplicate_kv": True} if layout.duplicate_kv else {})
+
+
+def print_reproduction(found: Reproduction) -> None:
+    """Published and modelled numbers side by side, with what was assumed and where it misses."""
+    console = Console(width=_WIDTH, highlight=False)
+    console.print(found.title)
+    for assumption in found.assumptions:
+        console.print(f"  - {assumption}", soft_wrap=True)
+    table = Table("result", box=box.SIMPLE_HEAD)
+    for title in ("published", "model", "error"):
+        table.add_column(title, justify="right")
+    for row in found.rows:
+        shown = [f"{value:.1%}" if not row.unit else f"{value:.4g}{row.unit}" for value in (row.published, row.modelled)]
+        table.add_row(row.name, *shown, f"{row.error:+.0%}")
+    console.print(table)
+    for row in found.rows:
+        if row.note:
+            console.print(f"{row.name}: {row.note}.", soft_wrap=True)
+    within = sum(abs(row.error) <= 0.25 for row in found.rows)
+    console.print(f"median error {found.median_error:.1%}; {within} of {len(found.rows)} within 25%")
 
 
 def print_groups(groups: GroupMap, *, max_ranks: int = 64) -> None:

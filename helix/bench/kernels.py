@@ -1,0 +1,276 @@
+"""Timings of the kernels alone on a GPU: share of the memory's or the arithmetic's ceiling over a grid of shapes.
+
+Every timing is the median of replays of a CUDA graph that holds several calls, each on pages that the calls before it
+did not touch (cold caches), and every timed case is first compared with the fp32 PyTorch twin on the same inputs.
+
+Letters: T tokens, S sequences, H query heads, K KV heads, D and V widths of keys and values, P pages, B page_tokens,
+R page rows, Z partials, h heads of one part.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from helix.kernels import attention as attention_twin
+from helix.kernels import merge as merge_twin
+from helix.kernels.triton_attention import Tiling, attend_into
+from helix.kernels.triton_merge import PeerLayout, merge_peers, pack
+
+# Bytes between two uses of the same memory: several times the L2 of any device so far.
+_COLD_BYTES = 400 << 20
+_REPLAYS = 15
+_ROWS_CHECKED = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """What the device can do at most: bytes read a second, and bf16 operations a second."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+# Best figures ever measured on an H200: a read-bound kernel, and a large bf16 product of random numbers.
+H200 = Ceiling(read_bytes_per_s=4.54e12, flops_per_s=790e12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """One decode step: `batch` sequences of `context` local tokens, `queries` tokens each; `latent` as in MLA."""
+
+    batch: int
+    context: int
+    num_heads: int
+    num_kv_heads: int = 1
+    width: int = 128
+    v_width: int = 128
+    latent: bool = False
+    queries: int = 1
+    page_tokens: int = 64
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's cache row over all KV heads."""
+        width = self.width if self.latent else self.width + self.v_width
+        return width * self.num_kv_heads * self.dtype.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.batch * self.context * self.row_bytes
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.queries * self.context * self.num_heads * (self.width + self.v_width)
+
+    def floor_us(self, ceiling: Ceiling) -> float:
+        """The larger of the time to read the cache and the time to compute."""
+        return 1e6 * max(self.kv_bytes / ceiling.read_bytes_per_s, self.flops / ceiling.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Microseconds a call: median and quartiles over replays; errors against the fp32 twin as shares of its norm."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    out_error: float
+    lse_error: float
+
+
+def time_calls(calls: Sequence[Callable[[], object]], *, replays: int = _REPLAYS) -> tuple[float, float, float]:
+    """Median and quartiles, in microseconds a call, of replays of one graph of all `calls`."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(1e3 * start.elapsed_time(stop) / len(calls))
+    low, median, high = statistics.quantiles(times, n=4)
+    return median, low, high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionInputs:
+    """Arguments of one `attend` call."""
+
+    q_THD: Tensor
+    k_PBKD: Tensor
+    v_PBKV: Tensor
+    page_table_SR: Tensor
+    query_start_S1: Tensor
+    visible_len_T: Tensor
+    scale: float
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+        return (
+            self.q_THD,
+            self.k_PBKD,
+            self.v_PBKV,
+            self.page_table_SR,
+            self.query_start_S1,
+            self.visible_len_T,
+            self.scale,
+        )
+
+
+def attention_inputs(
+    shape: AttentionShape, *, device: torch.device, lengths: Sequence[int] | None = None, seed: int = 0
+) -> Iterator[AttentionInputs]:
+    """Without end: calls of one shape on ever other pages of one shuffled pool, which is larger than the caches.
+
+    `lengths` makes the sequences uneven; each is at most the context.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = -(-shape.context // shape.page_tokens)
+    sets = max(-(-_COLD_BYTES // shape.kv_bytes), 2 if shape.kv_bytes < 8 << 30 else 1)
+    num_pages = sets * shape.batch * rows
+    size = (num_pages, shape.page_tokens, shape.num_kv_heads)
+
+    def normal(*size: int) -> Tensor:
+        return torch.empty(size, dtype=shape.dtype, device=device).normal_(generator=generator)
+
+    k_PBKD = normal(*size, shape.width)
+    v_PBKV = k_PBKD[..., : shape.v_width] if shape.latent else normal(*size, shape.v_width)
+    pages = torch.randperm(num_pages, generator=generator, device=device).int().view(sets, shape.batch, rows)
+    longest = torch.tensor(lengths or [shape.context] * shape.batch, device=device)
+    back = torch.arange(shape.queries - 1, -1, -1, device=device)
+    visible_len_T = (longest[:, None] - back).flatten()
+    starts = torch.arange(0, shape.batch * shape.queries + 1, shape.queries, device=device)
+    turn = 0
+    while True:
+        yield AttentionInputs(
+            q_THD=normal(shape.batch * shape.queries, shape.num_heads, shape.width),
+            k_PBKD=k_PBKD,
+            v_PBKV=v_PBKV,
+            page_table_SR=pages[turn % sets],
+            query_start_S1=starts,
+            visible_len_T=visible_len_T,
+            scale=shape.width**-0.5,
+        )
+        turn += 1
+
+
+def check_attention(inputs: AttentionInputs, out_THV: Tensor, lse_TH: Tensor) -> tuple[float, float]:
+    """Errors of out and lse against the fp32 twin, on some of the sequences; raises where they are too large."""
+    starts = inputs.query_start_S1
+    last = int(starts[min(_ROWS_CHECKED, len(starts) - 1)])
+    want_out, want_lse = attention_twin.attend(
+        inputs.q_THD[:last].float(),
+        *inputs.arguments[1:3],
+        inputs.page_table_SR,
+        starts[starts <= last],
+        inputs.visible_len_T[:last],
+        inputs.scale,
+    )
+    out_error = _error(out_THV[:last], want_out)
+    lse_error = float((lse_TH[:last] - want_lse).abs().max())
+    if not (out_error < 5e-3 and lse_error < 1e-3):
+        raise AssertionError(f"attend is off: out by {out_error:.2e} of its norm, lse by {lse_error:.2e}")
+    return out_error, lse_error
+
+
+def measure_attention(
+    shape: AttentionShape,
+    *,
+    device: torch.device,
+    tiling: Tiling | None = None,
+    lengths: Sequence[int] | None = None,
+    call: Callable[..., None] = attend_into,
+    check: bool = True,
+) -> Measurement:
+    """Time one shape; `tiling` instead of the one that would be chosen."""
+    num_tokens = shape.batch * shape.queries
+    out = torch.full((num_tokens, shape.num_heads, shape.v_width), torch.nan, dtype=shape.dtype, device=device)
+    lse = torch.full((num_tokens, shape.num_heads), torch.nan, device=device)
+    source = attention_inputs(shape, device=device, lengths=lengths)
+    options = {} if tiling is None else {"tiling": tiling}
+    num_calls = min(max(-(-_COLD_BYTES // shape.kv_bytes), 2), 40)
+    several = [next(source) for _ in range(num_calls)]
+    call(out, lse, *several[0].arguments, **options)
+    errors = check_attention(several[0], out, lse) if check else (-1.0, -1.0)
+    calls = [lambda one=one: call(out, lse, *one.arguments, **options) for one in several]
+    median, low, high = time_calls(calls)
+    return Measurement(median_us=median, low_us=low, high_us=high, out_error=errors[0], lse_error=errors[1])
+
+
+def measure_exchange_local(
+    *, tokens: int, heads: int, width: int, parts: int, device: torch.device, packed: bool
+) -> Measurement:
+    """What one rank does itself in an exchange: merge `parts` peers' partials for its ``heads / parts`` heads.
+
+    `packed`: by message, so one kernel packs what this rank sends and another merges what it would have received;
+    otherwise the peers' memory (here local buffers) is read by address and nothing is packed.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    part_heads = -(-heads // parts)
+    turns = 24
+    size = (turns, parts, tokens, heads, width)
+    out_YZTHD = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    lse_YZTH = torch.empty(size[:-1], device=device).normal_(generator=generator)
+    row = width + 2
+    layout = PeerLayout(
+        num_tokens=tokens,
+        num_heads=part_heads,
+        width=width,
+        dtype=torch.bfloat16,
+        token_stride=part_heads * row,
+        head_stride=row,
+        lse_offset=width // 2,
+        lse_token_stride=part_heads * row // 2,
+        lse_head_stride=row // 2,
+    )
+    messages = [[pack(out, lse, parts, part_heads) for out, lse in zip(*turn, strict=True)]
+                for turn in zip(out_YZTHD, lse_YZTH, strict=True)]
+    addresses = [
+        torch.tensor([message[0].data_ptr() for message in turn], dtype=torch.int64, device=device)
+        for turn in messages
+    ]
+    merged = torch.full((tokens, part_heads, width), torch.nan, dtype=torch.bfloat16, device=device)
+    merge_peers(addresses[0], layout, merged)
+    want, _ = merge_twin.merge(out_YZTHD[0, :, :, :part_heads].float(), lse_YZTH[0, :, :, :part_heads])
+    error = _error(merged, want)
+    if not error < 5e-3:
+        raise AssertionError(f"the merge is off by {error:.2e} of its norm")
+
+    def one(turn: int) -> None:
+        if packed:
+            pack(out_YZTHD[turn, 0], lse_YZTH[turn, 0], parts, part_heads)
+        merge_peers(addresses[turn], layout, merged)
+
+    median, low, high = time_calls([lambda turn=turn: one(turn) for turn in range(turns)])
+    return Measurement(median_us=median, low_us=low, high_us=high, out_error=error, lse_error=0.0)
+
+
+def attention_record(shape: AttentionShape, measured: Measurement, ceiling: Ceiling = H200) -> dict[str, object]:
+    """One line for scripts: shape, figures, and the shares of the ceilings."""
+    seconds = measured.median_us * 1e-6
+    return {
+        **asdict(shape),
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        **{name: round(value, 6) for name, value in asdict(measured).items()},
+        "tb_per_s": round(shape.kv_bytes / seconds / 1e12, 3),
+        "tflop_per_s": round(shape.flops / seconds / 1e12, 1),
+        "share_of_ceiling": round(shape.floor_us(ceiling) / measured.median_us, 3),
+    }
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())

@@ -1,0 +1,105 @@
+"""What this version can do and refuses: one table, which starting an engine checks and the docs print.
+
+A value that is not supported is refused before any weight is read, with the field, the value and what would be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from helix.config import RunConfig
+from helix.errors import ConfigError
+from helix.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """One configurable feature: where its values work, and `problem`, which says what is wrong with a configuration."""
+
+    field: str
+    values: str
+    works: str
+    problem: Callable[[RunConfig, ModelSpec, str], str | None]
+
+
+def _none(_config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
+    return None
+
+
+def _transport(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
+    if config.comm.transport != "symmetric":
+        return None
+    return "comm.transport=symmetric: this version exchanges through collectives; use auto or collective"
+
+
+def _overlap(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
+    if isinstance(config.comm.overlap, str):
+        return None
+    return f"comm.overlap={config.comm.overlap}: this version runs steps in lockstep order; use auto or off"
+
+
+def _query(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
+    if config.comm.query != "gather" or spec.mla:
+        return None
+    return f"comm.query=gather: needs latent attention (MLA), {spec.model_type} has none; use auto or replicate"
+
+
+def _exchange_space(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
+    if config.comm.exchange_space == "auto" or spec.mla:
+        return None
+    value = config.comm.exchange_space
+    return f"comm.exchange_space={value}: needs latent attention (MLA), {spec.model_type} has none; use auto"
+
+
+def _dispatch(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
+    if config.comm.dispatch == "auto" or spec.moe:
+        return None
+    return f"comm.dispatch={config.comm.dispatch}: needs a model with experts, {spec.model_type} has none; use auto"
+
+
+def _graphs(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
+    if config.engine.graphs != "on":
+        return None
+    return "engine.graphs=on: this version runs every step eagerly; use auto or off"
+
+
+def _keep_fp8(config: RunConfig, _spec: ModelSpec, device: str) -> str | None:
+    if not config.model.keep_fp8:
+        return None
+    return (
+        f"model.keep_fp8=true: there is no product with FP8 weights on {device} devices; set it to false, and FP8 "
+        "weights are dequantised to model.dtype while they are loaded"
+    )
+
+
+CAPABILITIES = (
+    Capability(
+        field="layout.kvp, tpa, tpf, ep", values="any legal size, 3 and 6 too", works="all models", problem=_none
+    ),
+    Capability(field="layout.duplicate_kv", values="true, false", works="all models, with kvp 1", problem=_none),
+    Capability(field="comm.merge", values="a2a, ag_rs", works="all models", problem=_none),
+    Capability(field="comm.transport", values="auto, collective", works="gloo, NCCL", problem=_transport),
+    Capability(field="comm.overlap", values="auto, off", works="lockstep order for now", problem=_overlap),
+    Capability(field="comm.query", values="replicate; gather", works="all models; MLA", problem=_query),
+    Capability(field="comm.exchange_space", values="latent, value", works="MLA", problem=_exchange_space),
+    Capability(field="comm.dispatch", values="local, alltoall", works="models with experts", problem=_dispatch),
+    Capability(field="engine.graphs", values="auto, off", works="eager steps for now", problem=_graphs),
+    Capability(field="model.keep_fp8", values="false", works="FP8 is dequantised at load", problem=_keep_fp8),
+    Capability(field="cache.dtype", values="bfloat16, float16, float32", works="all models", problem=_none),
+    Capability(field="cache.prefix_reuse", values="true, false", works="no effect yet", problem=_none),
+)
+
+
+def check_capabilities(config: RunConfig, spec: ModelSpec, device: str) -> None:
+    """Raise `ConfigError` naming everything in `config` that cannot be done for `spec` on a `device` (cpu or cuda)."""
+    problems = [text for one in CAPABILITIES if (text := one.problem(config, spec, device)) is not None]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def markdown_table() -> str:
+    """The table as the README prints it."""
+    lines = ["| field | values | where |", "|---|---|---|"]
+    lines += [f"| `{one.field}` | {one.values} | {one.works} |" for one in CAPABILITIES]
+    return "\n".join(lines)

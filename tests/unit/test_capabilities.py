@@ -1,0 +1,60 @@
+"""The capability table: what it refuses, and that the README prints this table and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helix.capabilities import CAPABILITIES, check_capabilities, markdown_table
+from helix.config import make_config
+from helix.errors import ConfigError
+from model_zoo.cards import load_card
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("card", "sections", "words"),
+    [
+        ("llama-3.1-8b", {"comm": {"transport": "symmetric"}}, "comm.transport=symmetric"),
+        ("llama-3.1-8b", {"comm": {"overlap": 4}}, "comm.overlap=4"),
+        ("llama-3.1-8b", {"comm": {"query": "gather"}}, "comm.query=gather"),
+        ("llama-3.1-8b", {"comm": {"exchange_space": "value"}}, "comm.exchange_space=value"),
+        ("llama-3.1-8b", {"comm": {"dispatch": "alltoall"}}, "comm.dispatch=alltoall"),
+        ("llama-3.1-8b", {"engine": {"graphs": "on"}}, "engine.graphs=on"),
+        ("deepseek-r1", {"model": {"keep_fp8": True}}, "model.keep_fp8=true"),
+    ],
+)
+def test_refused_before_anything_starts(card: str, sections: dict[str, dict[str, Any]], words: str) -> None:
+    model = {"card": card, "load": "dummy"} | sections.pop("model", {})
+    config = make_config(None, model=model, **sections)
+    with pytest.raises(ConfigError, match=words):
+        check_capabilities(config, load_card(card), "cpu")
+
+
+def test_several_problems_are_all_named() -> None:
+    config = make_config(
+        None, model={"card": "llama-3.1-8b"}, comm={"query": "gather", "overlap": 2}, engine={"graphs": "on"}
+    )
+    with pytest.raises(ConfigError) as refused:
+        check_capabilities(config, load_card("llama-3.1-8b"), "cpu")
+    assert str(refused.value).count("\n") == 2
+
+
+def test_what_works_passes() -> None:
+    comm = {"query": "gather", "exchange_space": "value", "dispatch": "alltoall", "merge": "ag_rs", "overlap": "off"}
+    check_capabilities(make_config(None, model={"card": "deepseek-r1"}, comm=comm), load_card("deepseek-r1"), "cpu")
+
+
+def test_readme_prints_this_table() -> None:
+    assert markdown_table() in README.read_text()
+
+
+def test_every_field_is_a_key_of_the_config() -> None:
+    fields = make_config(None, model={"card": "llama-3.1-8b"})
+    for one in CAPABILITIES:
+        section, key = one.field.split(",")[0].split(".")
+        owner = getattr(fields, section)
+        assert section == "layout" or hasattr(owner, key), one.field
