@@ -82,6 +82,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_key_value_heads=1,
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     ),
+    "llama_dynamic": lambda: _llama(
+        max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    ),
     "smollm": lambda: _llama(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(
         **_COMMON, num_attention_heads=8, num_key_value_heads=4, head_dim=8, sliding_window=None
