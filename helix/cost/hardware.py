@@ -207,11 +207,13 @@ def load_hardware(name: str) -> Hardware:
 
 def recognise_hardware(device_name: str) -> str | None:
     """Name of the card for what the device calls itself, such as "NVIDIA H200"; None if no card knows it."""
-    for name in hardware_names():
-        card = load_hardware(name)
-        if any(part.lower() in device_name.lower() for part in card.device_names):
-            return name
-    return None
+    found = [
+        (len(part), name)
+        for name in hardware_names()
+        for part in load_hardware(name).device_names
+        if part.lower() in device_name.lower()
+    ]
+    return max(found)[1] if found else None  # "GB200" says more than "B200"
 
 
 def parse_hardware(text: str, origin: str) -> Hardware:

@@ -110,8 +110,10 @@ class Engine:
 
     def _num_ranks(self, env: LaunchEnv | None, world: World | None) -> int | None:
         """Ranks that exist; in a plain process None (as many as the layout says), or with `auto` one a GPU."""
-        if world is not None or env is not None:
-            return world.size if world is not None else env.world_size if env is not None else None
+        if world is not None:
+            return world.size
+        if env is not None:
+            return env.world_size
         if self.config.layout != "auto":
             return None
         on_gpu = pick_device(self.config.engine.device, 0).type == "cuda"

@@ -3,7 +3,7 @@
 * `helix_paper`: the search of the Helix paper. Two constants that the paper does not print, a fixed cost per layer and
   the latency of a collective, are fitted on its Llama-405B results only (`fit_paper`); R1 is then a prediction.
 * `vllm_dcp`: vLLM's published gain of DCP over TP on 8 x B200. Nothing is fitted.
-* `vllm_h200`: 54 measured decode steps of vLLM on one and two H200. Nothing is fitted: kernels and collectives of that
+* `vllm_h200`: measured decode steps of vLLM on one and two H200. Nothing is fitted: kernels and collectives of that
   engine were timed alone and are inputs.
 """
 

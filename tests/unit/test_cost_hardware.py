@@ -116,7 +116,9 @@ def test_refusals_name_the_field() -> None:
 def test_points_must_rise() -> None:
     card = load_hardware("h200-sxm")
     assert card.collectives["all_reduce"].us == tuple(sorted(card.collectives["all_reduce"].us))
-    text = yaml.safe_dump({**_minimal(), "collectives": {**_minimal()["collectives"], "all_reduce": _curve([[4, 9], [8, 5]])}})
+    text = yaml.safe_dump(
+        {**_minimal(), "collectives": {**_minimal()["collectives"], "all_reduce": _curve([[4, 9], [8, 5]])}}
+    )
     with pytest.raises(ConfigError, match="all_reduce: points must rise"):
         parse_hardware(text, "x.yaml")
 
@@ -136,7 +138,9 @@ def _minimal() -> dict[str, object]:
         "rates": dict.fromkeys(("memory_tb_s", "bfloat16_tflops", "link_gb_s", "internode_gb_s"), rate),
         "internode_us": 0,
         "collectives": {op: _curve([[0, 1]]) for op in OPS},
-        "kernels": {kind: {"fixed_us": 0.0} for kind in ("linear", "attention", "latent_attention", "experts", "small")},
+        "kernels": {
+            kind: {"fixed_us": 0.0} for kind in ("linear", "attention", "latent_attention", "experts", "small")
+        },
         "step_us": 0,
     }
 
