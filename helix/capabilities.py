@@ -58,10 +58,14 @@ def _dispatch(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
     return f"comm.dispatch={config.comm.dispatch}: needs a model with experts, {spec.model_type} has none; use auto"
 
 
-def _graphs(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
+def _graphs(config: RunConfig, spec: ModelSpec, device: str) -> str | None:
     if config.engine.graphs != "on":
         return None
-    return "engine.graphs=on: this version runs every step eagerly; use auto or off"
+    if device != "cuda":
+        return "engine.graphs=on: CUDA graphs need a GPU; use auto or off"
+    if spec.moe is not None and config.comm.dispatch == "alltoall":
+        return "engine.graphs=on: comm.dispatch=alltoall reads row counts on the host; use auto, or dispatch local"
+    return None
 
 
 def _keep_fp8(config: RunConfig, _spec: ModelSpec, device: str) -> str | None:
@@ -84,7 +88,12 @@ CAPABILITIES = (
     Capability(field="comm.query", values="replicate; gather", works="all models; MLA", problem=_query),
     Capability(field="comm.exchange_space", values="latent, value", works="MLA", problem=_exchange_space),
     Capability(field="comm.dispatch", values="local, alltoall", works="models with experts", problem=_dispatch),
-    Capability(field="engine.graphs", values="auto, off", works="eager steps for now", problem=_graphs),
+    Capability(
+        field="engine.graphs",
+        values="auto, on, off",
+        works="GPUs, one rank or NCCL; experts in bfloat16 with dispatch local",
+        problem=_graphs,
+    ),
     Capability(field="model.keep_fp8", values="false", works="FP8 is dequantised at load", problem=_keep_fp8),
     Capability(field="cache.dtype", values="bfloat16, float16, float32", works="all models", problem=_none),
     Capability(field="cache.prefix_reuse", values="true, false", works="no effect yet", problem=_none),

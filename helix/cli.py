@@ -181,6 +181,17 @@ def _summary(engine: Engine, outputs: list[Output]) -> str:
 
 
 @app.command()
+def serve(config: ConfigOption, set_: SetOption = None) -> None:
+    """Serve the OpenAI API over HTTP until SIGTERM or Ctrl-C, which let running requests finish."""
+    run = load_config(config, set_ or [])
+    try:
+        from helix.server.run import serve as run_server
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"helix serve needs {error.name}: pip install 'helix-parallel[serve]'") from error
+    run_server(run, _open_engine)
+
+
+@app.command()
 def check(
     config: ConfigOption,
     num_ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks to check for (default: kvp x tpa).")] = None,
@@ -280,6 +291,71 @@ def plan(
 
 
 @app.command()
+def calibrate(
+    ranks: Annotated[int, typer.Option(help="Ranks to start here; under the launcher its ranks are taken.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    hardware: Annotated[str | None, typer.Option(help="Card that gives the datasheet values.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the hardware card goes.")] = Path("hardware.yaml"),
+    json_: JsonOption = False,
+) -> None:
+    """Measure this machine and write a hardware card for `helix plan --hardware FILE`."""
+    from helix.calibrate import calibrate as run_calibrate
+    from helix.calibrate import report_rows, to_card, write_card
+
+    found = run_calibrate(ranks, device, hardware)
+    if found is None:
+        return
+    write_card(found, output)
+    if json_:
+        print(json.dumps({"output": str(output), "card": to_card(found)}))
+        return
+    table = Table("what", "achieved", "datasheet", "share", title=f"{found.device}, {found.num_ranks} ranks")
+    for row in report_rows(found):
+        table.add_row(*row)
+    Console(width=120).print(table)
+    print(f"written to {output}; use it with: helix plan --hardware {output}")
+
+
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench", help="Time parts of a run on this machine; each prints one JSON line last.")
+
+
+@bench_app.command("decode")
+def bench_decode(
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file of the run.")] = None,
+    card: Annotated[str | None, typer.Option(help="A model card instead, with random weights.")] = None,
+    batch: Annotated[str, typer.Option(help="Sequences that decode together; several with commas.")] = "1,8",
+    context: Annotated[str, typer.Option(help="Tokens of each in the cache, also 128K or 1M.")] = "32K,128K",
+    cells: Annotated[str | None, typer.Option(help="Single pairs instead of all: 1x1M,8x128K.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps timed in each cell.")] = 64,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 8,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Time decode steps over batch x context, on a cache filled with random numbers: no prompt is computed."""
+    from helix.bench import decode
+    from helix.config import make_config, parse_overrides
+    from helix.planner.command import read_tokens
+
+    if (config is None) == (card is None):
+        raise ConfigError("helix bench decode needs one of --config FILE and --card NAME")
+    if config is not None:
+        run = load_config(config, set_ or [])
+    else:
+        run = make_config({"model": {"card": card, "load": "dummy"}}, **parse_overrides(set_ or []))
+    if cells is None:
+        pairs = [(one, other) for one in batch.split(",") for other in context.split(",")]
+    else:
+        pairs = [(one, other) for one, _, other in (text.partition("x") for text in cells.split(","))]
+    chosen = [
+        decode.Cell(batch=read_tokens(one, "--batch"), context=read_tokens(other, "--context")) for one, other in pairs
+    ]
+    report = decode.bench_decode(run, chosen, steps=steps, warmup=warmup)
+    if report is not None:
+        decode.print_report(report, as_json=json_)
+
+
+@app.command()
 def models(json_: JsonOption = False) -> None:
     """List the model cards: parameters, KV cache, heads, and how many legal layouts each has on 8, 16 and 64 GPUs."""
     from helix.models import survey
@@ -306,7 +382,7 @@ def models(json_: JsonOption = False) -> None:
     Console(width=160).print(table)
     print("parameters: without layers for multi-token prediction; active: of them, those that one token uses")
     print("KV B/token: bytes of KV cache for a token in bf16, over all layers and KV heads")
-    print("GPUs: number of legal layouts, and the one that layout: auto takes, as kvp x tpa|tpf x ep")
+    print("GPUs: number of legal layouts, and one to begin with, as kvp x tpa|tpf x ep (helix plan prices them all)")
 
 
 @app.command()

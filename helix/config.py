@@ -128,11 +128,19 @@ class EngineConfig(_Section):
 
 
 class ServerConfig(_Section):
-    """The HTTP server. `api_key` is kept out of repr and of error messages."""
+    """The HTTP server. `api_key` is kept out of repr and of error messages.
+
+    `model_name` is what clients call the model (default: the last part of its path, or its card). Beside the
+    `engine.max_batch` requests that run, `max_queue` may wait; one that is not done in `request_timeout_s` is ended.
+    """
 
     host: Text = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     api_key: Text | None = Field(default=None, repr=False, json_schema_extra={"writeOnly": True})
+    model_name: Text | None = None
+    max_queue: Count = 256
+    request_timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    max_body_bytes: Count = 32 << 20
 
 
 class RunConfig(_Section):

@@ -269,24 +269,16 @@ def nearest_layouts(spec: ModelSpec, layout: Layout, count: int = 3) -> list[Lay
 
 
 def default_layout(spec: ModelSpec, num_ranks: int) -> tuple[Layout, str]:
-    """A legal layout for `num_ranks` ranks and one sentence saying why this one.
+    """A legal layout for `num_ranks` ranks by rule, where nothing is known of the hardware, and why this one.
 
-    Among layouts that never copy KV, fewest padded query heads first, then the largest TPA (TPA shards the QKV weights,
-    KVP repeats them), then experts spread over EP.
+    No KV is copied, and the largest TPA (TPA shards the QKV weights, KVP repeats them; the number of padded query heads
+    is the same for all), then experts spread over EP.
     """
     options = list(legal_layouts(spec, num_ranks))
     if not options:
         raise LayoutError(f"no legal layout on {num_ranks} ranks for {spec.model_type}")
-
-    def rank_of(layout: Layout) -> tuple[int, int, int]:
-        return padded_heads(spec, layout), -layout.tpa, -layout.ep
-
-    best = min(options, key=rank_of)
-    reason = (
-        f"no KV copied, {padded_heads(spec, best)} padded query heads (the fewest possible), and the largest tpa among "
-        "those, since kvp repeats the QKV weights and tpa cuts them"
-    )
-    return best, reason
+    best = max(options, key=lambda layout: (layout.tpa, layout.ep))
+    return best, "no KV copied, and the largest tpa, since kvp repeats the QKV weights and tpa cuts them"
 
 
 def padded_heads(spec: ModelSpec, layout: Layout) -> int:

@@ -14,7 +14,7 @@ NUM_RANKS = (8, 16, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """Legal layouts on `num_ranks` GPUs: how many there are, and the one that ``layout: auto`` takes."""
+    """Legal layouts on `num_ranks` GPUs: how many there are, and one to begin with (`helix plan` prices them all)."""
 
     num_ranks: int
     count: int

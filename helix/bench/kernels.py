@@ -10,20 +10,23 @@ R page rows, Z partials, h heads of one part.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from helix.kernels import attention as attention_twin
-from helix.kernels import merge as merge_twin
+from helix.kernels.attention import attend as attend_twin
+from helix.kernels.merge import merge as merge_twin
 from helix.kernels.triton_attention import Tiling, attend_into
 from helix.kernels.triton_merge import PeerLayout, merge_peers, pack
 
 # Bytes between two uses of the same memory: several times the L2 of any device so far.
 _COLD_BYTES = 400 << 20
-_REPLAYS = 15
+# A device that was idle takes tens of milliseconds to reach the clocks that it then keeps.
+_WARM_S = 0.15
+_REPLAYS = 25
 _ROWS_CHECKED = 32
 
 
@@ -93,7 +96,10 @@ def time_calls(calls: Sequence[Callable[[], object]], *, replays: int = _REPLAYS
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    graph.replay()
+    start_s = time.monotonic()
+    while time.monotonic() - start_s < _WARM_S:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(replays):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -172,7 +178,7 @@ def check_attention(inputs: AttentionInputs, out_THV: Tensor, lse_TH: Tensor) ->
     """Errors of out and lse against the fp32 twin, on some of the sequences; raises where they are too large."""
     starts = inputs.query_start_S1
     last = int(starts[min(_ROWS_CHECKED, len(starts) - 1)])
-    want_out, want_lse = attention_twin.attend(
+    want_out, want_lse = attend_twin(
         inputs.q_THD[:last].float(),
         *inputs.arguments[1:3],
         inputs.page_table_SR,
@@ -245,7 +251,7 @@ def measure_exchange_local(
     ]
     merged = torch.full((tokens, part_heads, width), torch.nan, dtype=torch.bfloat16, device=device)
     merge_peers(addresses[0], layout, merged)
-    want, _ = merge_twin.merge(out_YZTHD[0, :, :, :part_heads].float(), lse_YZTH[0, :, :, :part_heads])
+    want, _ = merge_twin(out_YZTHD[0, :, :, :part_heads].float(), lse_YZTH[0, :, :, :part_heads])
     error = _error(merged, want)
     if not error < 5e-3:
         raise AssertionError(f"the merge is off by {error:.2e} of its norm")

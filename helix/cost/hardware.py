@@ -153,6 +153,21 @@ class Hardware:
             internode=times(self.internode, link),
         )
 
+    def ideal(self) -> Hardware:
+        """The same device with kernels at its achieved rates, no fixed costs, and messages that take no time."""
+        free = CollectiveCurve(2, (0.0,), (0.0,), 0.0, "ideal")
+        return replace(
+            self,
+            kernels={kind: Kernel(0.0) for kind in self.kernels},
+            collectives=dict.fromkeys(OPS, free),
+            symmetric={},
+            link=replace(self.link, datasheet=math.inf),
+            internode=replace(self.internode, datasheet=math.inf),
+            internode_us=0.0,
+            layer_us=0.0,
+            step_us=0.0,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -249,9 +264,7 @@ def _with_assumptions(card: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _hardware(card: Mapping[str, Any]) -> Hardware:
     rates = {name: _rate(name, fields) for name, fields in card["rates"].items()}
-    products = {
-        name.removesuffix("_tflops"): rate for name, rate in rates.items() if name.endswith("_tflops")
-    }
+    products = {name.removesuffix("_tflops"): rate for name, rate in rates.items() if name.endswith("_tflops")}
     link = rates["link_gb_s"]
     return Hardware(
         name=str(card["name"]),

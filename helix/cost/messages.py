@@ -1,7 +1,7 @@
 """Messages of one decode step: each collective, the group it runs on and the bytes that a rank puts into it.
 
-The sizes are those of the buffers that the layers pass to `helix.comm.group.Group`, so that `sent_bytes` can be compared
-with the traffic that ranks count.
+The sizes are those of the buffers that the layers pass to `helix.comm.group.Group`, so that `sent_bytes` can be
+compared with the traffic that ranks count.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def attention_messages(spec: ModelSpec, placement: Placement, formats: Formats, 
 
 
 def exchange_messages(spec: ModelSpec, placement: Placement, formats: Formats, workload: Workload) -> list[Message]:
-    """Collectives of one layer's exchange, lockstep: ``T * kvp * h * (D * bytes + 4)`` bytes a rank for one all-to-all."""
+    """Collectives of one layer's exchange, in lockstep.
+
+    One all-to-all carries ``T * kvp * h * (D * bytes + 4)`` bytes a rank.
+    """
     layout, choices = placement.layout, placement.choices
     if layout.kvp == 1:
         return []

@@ -1,13 +1,13 @@
 """Time of one decode step: the work and the messages of all layers priced on one kind of hardware.
 
-`step_cost` prices a Helix layout, `placement_cost` any placement. Both are sums of parts that can be printed; nothing is
-fitted here: every constant comes from the hardware card.
+`step_cost` prices a Helix layout, `placement_cost` any placement. Both are sums of parts that can be printed; nothing
+is fitted here: every constant comes from the hardware card.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 from helix.cost.choices import Choices, Formats, Placement, Workload
 from helix.cost.hardware import Hardware, Span
@@ -37,8 +37,8 @@ from helix.model_spec import ModelSpec
 class Parts:
     """Where a step's time goes, microseconds. The sum of all less `overlap_gained` is the step.
 
-    `attention_read` and `weight_read` are bytes over bandwidth; `arithmetic` is what products take beyond the reads they
-    go with; `launches` are fixed costs of kernels, layers and the step.
+    `attention_read` and `weight_read` are bytes over bandwidth; `arithmetic` is what products take beyond the reads
+    they go with; `launches` are fixed costs of kernels, layers and the step.
     """
 
     attention_read: float = 0.0
@@ -55,13 +55,19 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, one.name) for one in fields(self)) - 2.0 * self.overlap_gained
+        parts: tuple[float, ...] = astuple(self)
+        return sum(parts) - 2.0 * self.overlap_gained
 
     @property
     def communication(self) -> float:
         """All collectives, before what overlap hides of them."""
         return (
-            self.exchange + self.query_gather + self.all_reduce + self.dispatch + self.embedding_and_head + self.pipeline
+            self.exchange
+            + self.query_gather
+            + self.all_reduce
+            + self.dispatch
+            + self.embedding_and_head
+            + self.pipeline
         )
 
 
@@ -184,9 +190,7 @@ class _Price:
         span = item.span(self.num_ranks, self.hardware)
         return item.calls * self.hardware.collective_us(item.op, item.sent_bytes / item.calls / parts, span, transport)
 
-    def overlap_gained(
-        self, read: Work, packing: Sequence[Work], exchange: Sequence[Message], chunks: int
-    ) -> float:
+    def overlap_gained(self, read: Work, packing: Sequence[Work], exchange: Sequence[Message], chunks: int) -> float:
         """Time per layer that HOP-B hides (FACTS 1.6: ``n * max(c, m) + min(c, m)`` for n chunks); 0 in lockstep.
 
         Each chunk pays the kernels' and the collective's fixed costs again, so this can be negative.

@@ -7,7 +7,7 @@ come from one place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, TypeAlias
 
 from helix.cost.choices import Choices, Formats
@@ -34,7 +34,8 @@ class RankWeights:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, name) for name in self.__dataclass_fields__)
+        parts: tuple[float, ...] = astuple(self)
+        return sum(parts)
 
 
 def layer_counts(spec: ModelSpec) -> dict[LayerKind, int]:
@@ -52,7 +53,9 @@ def attention_matrices(spec: ModelSpec, layout: Layout, choices: Choices) -> Mat
     merged = shard.num_q if choices.merge == "gather" else shard.exchange_heads
     asked = merged if choices.query == "gather" else shard.num_q
     if spec.mla:
-        return _latent_matrices(spec, spec.mla, asked, shard.num_q if choices.exchange_space == "value" else merged, merged)
+        return _latent_matrices(
+            spec, spec.mla, asked, shard.num_q if choices.exchange_space == "value" else merged, merged
+        )
     return _grouped_matrices(spec, shard, asked, merged)
 
 

@@ -19,7 +19,7 @@ from helix.cost.weights import (
     expert_values,
     mlp_matrices,
 )
-from helix.layout import PageRule, attention_shard, padded_slice, uneven_slice
+from helix.layout import PageRule, Slice, attention_shard, padded_slice, uneven_slice
 from helix.model_spec import ModelSpec, MoESpec
 
 # Launches besides products and attention, as the layers are written: norm, rotary and append; norms of the latents;
@@ -101,13 +101,21 @@ def ffn_work(
     moe = spec.moe
     if kind == "dense" or moe is None:
         products = mlp_matrices(spec, placement.ffn_ranks)
-        return [*(_product(name, values, tokens, formats) for name, values in products.items()), _small("mlp", _MLP_LAUNCHES)]
+        return [
+            *(_product(name, values, tokens, formats) for name, values in products.items()),
+            _small("mlp", _MLP_LAUNCHES),
+        ]
     layout = placement.layout
     hit = busiest_hits(moe, layout.ep, tokens, workload.routing)
     expert = expert_values(spec, moe, layout.tpf, formats.activation_bytes)
     rows = tokens * moe.experts_per_token / layout.ep
     routed = Work(
-        "experts", "experts", "weights", hit * expert * formats.weight_bytes, 2.0 * max(rows, hit) * expert, formats.products
+        "experts",
+        "experts",
+        "weights",
+        hit * expert * formats.weight_bytes,
+        2.0 * max(rows, hit) * expert,
+        formats.products,
     )
     gate = moe.num_experts * spec.hidden_size
     gate_tokens = tokens if placement.choices.dispatch == "local" else -(-tokens // layout.ep)
@@ -168,8 +176,29 @@ def _expected_maximum(trials: int, chance: float, samples: int) -> float:
     return expected
 
 
+@lru_cache(maxsize=1024)
 def expected_ranks_hit(moe: MoESpec, ep: int) -> float:
-    """EP ranks that hold at least one of a token's experts, in the mean over random choices of k of E experts."""
-    total = comb(moe.num_experts, moe.experts_per_token)
-    sizes = (uneven_slice(moe.num_experts, ep, index).size for index in range(ep))
-    return sum(1.0 - comb(moe.num_experts - size, moe.experts_per_token) / total for size in sizes)
+    """EP ranks that hold at least one of a token's experts, in the mean over random choices.
+
+    A token chooses `topk_groups` of the groups of experts, then its k experts among theirs.
+    """
+    return sum(1.0 - _chance_of_no_hit(moe, uneven_slice(moe.num_experts, ep, index)) for index in range(ep))
+
+
+def _chance_of_no_hit(moe: MoESpec, held: Slice) -> float:
+    """Chance that none of a token's experts is among `held`."""
+    size = moe.num_experts // moe.num_groups
+    # ways[g, n]: choices of g groups that have n experts in `held`.
+    ways = {(0, 0): 1}
+    for group in range(moe.num_groups):
+        shared = max(min(held.stop, (group + 1) * size) - max(held.start, group * size), 0)
+        for (groups, number), count in list(ways.items()):
+            key = (groups + 1, number + shared)
+            ways[key] = ways.get(key, 0) + count
+    chosen = moe.topk_groups * size
+    missed = sum(
+        count * comb(chosen - number, moe.experts_per_token)
+        for (groups, number), count in ways.items()
+        if groups == moe.topk_groups
+    )
+    return missed / (comb(moe.num_groups, moe.topk_groups) * comb(chosen, moe.experts_per_token))

@@ -40,6 +40,7 @@ def build_batch(plan: StepPlan, rule: PageRule, kvp_rank: int, device: torch.dev
         query_start_S1=tensor(query_start.astype(np.int64)),
         page_table_SR=tensor(table),
         sample_T=tensor(np.asarray(samples, dtype=np.int64)),
+        counts_S=tuple(counts),
     )
 
 

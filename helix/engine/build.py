@@ -18,11 +18,13 @@ from helix.comm.mesh import build_mesh
 from helix.comm.world import World
 from helix.config import RunConfig
 from helix.engine.core import EngineCore
+from helix.engine.runner import Runner, choose_mode
 from helix.engine.scheduler import Scheduler
 from helix.errors import ConfigError
 from helix.layers.decoder import Decoder
-from helix.layout import Layout, PageRule, check_layout, default_layout, with_defaults
+from helix.layout import Layout, PageRule, check_layout, with_defaults
 from helix.model_spec import ModelSpec
+from helix.planner.auto import choose_layout
 from helix.weights import dummy_weights, load_weights
 from model_zoo import load_spec, skipped_tensors, text_names
 from model_zoo.cards import load_card
@@ -43,15 +45,13 @@ def resolve_spec(config: RunConfig) -> ModelSpec:
     ConfigError, CheckpointError
         No such card or checkpoint, a card without ``load: dummy``, or what `helix.capabilities` refuses.
     """
-    if config.model.card is None:
-        spec = load_spec(Path(str(config.model.path)))
-    elif config.model.load != "dummy":
+    card = config.model.card
+    spec = load_card(card) if card else load_spec(Path(str(config.model.path)))
+    if card and config.model.load != "dummy":
         raise ConfigError(
-            f"model.card={config.model.card} has no weights; set model.load: dummy for random weights of its shapes, "
+            f"model.card={card} has no weights; set model.load: dummy for random weights of its shapes, "
             "or give model.path the directory of a checkpoint"
         )
-    else:
-        spec = load_card(config.model.card)
     device = "cuda" if config.engine.device != "cpu" and torch.cuda.is_available() else "cpu"
     check_capabilities(config, spec, device)
     return with_num_layers(spec, config.model.num_layers)
@@ -66,13 +66,21 @@ def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) ->
         Not legal for this model, or for another number of ranks than were started.
     """
     if config.layout == "auto":
-        layout, reason = default_layout(spec, num_ranks or 1)
+        layout, reason = choose_layout(config, spec, num_ranks or 1, *_device_and_dtype(config, spec))
         log.info("layout: auto -> %s (%s)", layout, reason)
         return layout
     sizes = {name: value for name, value in config.layout.model_dump().items() if value is not None}
     layout = with_defaults(sizes, num_ranks)
     check_layout(spec, layout)
     return layout
+
+
+def _device_and_dtype(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
+    """What the first device calls itself ("cpu" without one), and the name of the dtype that the weights get on it."""
+    on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    return name, str(resolve_dtype(config.model.dtype, spec, device)).removeprefix("torch.")
 
 
 def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
@@ -122,7 +130,17 @@ def build_core(
         prefill_chunk=config.engine.prefill_chunk,
     )
     cache = build_cache(spec, layout, world.rank, num_rows, rule.page_tokens, cache_dtype, device)
-    return EngineCore(world, mesh, model, rule, scheduler, cache, check_schedule=config.engine.check_schedule)
+    runner = Runner(
+        model,
+        cache,
+        rule,
+        mesh,
+        world,
+        mode=choose_mode(config, spec, world, dtype),
+        max_batch=config.engine.max_batch,
+        max_context=max_context,
+    )
+    return EngineCore(world, mesh, model, rule, scheduler, cache, runner, check_schedule=config.engine.check_schedule)
 
 
 def page_rows(

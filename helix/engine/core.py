@@ -18,11 +18,10 @@ from torch import Tensor
 from helix.cache.pools import KVCache
 from helix.comm.mesh import Mesh
 from helix.comm.world import World
-from helix.engine.batch import build_batch
 from helix.engine.request import Request
+from helix.engine.runner import BatchTap, Runner, StepRun
 from helix.engine.scheduler import Scheduler, StepItem, StepPlan
-from helix.layers.batch import Batch
-from helix.layers.decoder import Decoder, Tap
+from helix.layers.decoder import Decoder
 from helix.layout import PageRule
 
 # Rows of prompt logits computed at once where a request wants all of them: 256 rows of 128K values are 128 MiB.
@@ -76,12 +75,15 @@ class StepSinks:
     """What rank 0 does with a step's results; the other ranks have none.
 
     `sample(logits [R, V], items)` gives one token id a row (-1: the row cannot be sampled). `collect(item, first,
-    logits)` receives logits of positions ``first ...`` of an item that wants all. `tap` sees each layer's output.
+    logits)` receives logits of positions ``first ...`` of an item that wants all. `takes_best(items)` says that each
+    item's token is the best of its logits and nothing else is asked for: then `sample` is not called, and the logits
+    stay on the device. `tap` sees each layer's output.
     """
 
     sample: Callable[[Tensor, Sequence[StepItem]], list[int]]
     collect: Callable[[StepItem, int, Tensor], None]
-    tap: Callable[[Batch, int, Tensor], None] | None = None
+    takes_best: Callable[[Sequence[StepItem]], bool]
+    tap: BatchTap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class EngineCore:
     rule: PageRule
     scheduler: Scheduler
     cache: KVCache
+    runner: Runner
     check_schedule: bool = False
     num_steps: int = field(default=0)
 
@@ -138,28 +141,23 @@ class EngineCore:
             return StepResult()
         if self.check_schedule:
             self._compare_schedules()
-        batch = build_batch(plan, self.rule, self.mesh.coords.kvp_rank, self.mesh.device)
-        hidden_TC = self.model(batch, self.cache, self._tap(batch, sinks))
-        self._collect_logits(plan, hidden_TC, sinks)
-        tokens = self._sample(plan, hidden_TC[batch.sample_T], sinks)
+        run = self.runner.run(plan, None if sinks is None else sinks.tap)
+        if run.hidden_TC is not None:
+            self._collect_logits(plan, run.hidden_TC, sinks)
+        tokens = self._sample(plan, run, sinks)
         finished = self.scheduler.commit(plan, tokens)
         self.num_steps += 1
         sampled = [item.request for item in plan.items if item.samples]
         return StepResult(tuple(zip(sampled, tokens, strict=True)), tuple(finished))
 
-    def _tap(self, batch: Batch, sinks: StepSinks | None) -> Tap | None:
-        if sinks is None or sinks.tap is None:
-            return None
-        tap = sinks.tap
-        return lambda index, x_TC: tap(batch, index, x_TC)
-
-    def _sample(self, plan: StepPlan, hidden_RC: Tensor, sinks: StepSinks | None) -> list[int]:
-        if hidden_RC.shape[0] == 0:
+    def _sample(self, plan: StepPlan, run: StepRun, sinks: StepSinks | None) -> list[int]:
+        tokens = torch.empty(run.best_R.shape[0], dtype=torch.int64)
+        if not len(tokens):
             return []
-        logits_RV = self.model.logits(hidden_RC)
-        tokens = torch.empty(hidden_RC.shape[0], dtype=torch.int64)
         if sinks is not None:
-            tokens.copy_(torch.tensor(sinks.sample(logits_RV, [item for item in plan.items if item.samples])))
+            items = [item for item in plan.items if item.samples]
+            best = sinks.takes_best(items)
+            tokens.copy_(run.best_R if best else torch.tensor(sinks.sample(run.logits_RV, items)))
         return [int(token) for token in self.world.group.broadcast(tokens).tolist()]
 
     def _collect_logits(self, plan: StepPlan, hidden_TC: Tensor, sinks: StepSinks | None) -> None:

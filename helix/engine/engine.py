@@ -206,33 +206,20 @@ class Engine:
         """
         several = _as_list(prompts)
         each = _params_for(several, params)
-        generations = [self._prepare(prompt, one) for prompt, one in zip(several, each, strict=True)]
-        with self._lock:
-            self._submit(generations)
-            try:
-                while not all(one.finished for one in generations):
-                    self._step()
-            finally:
-                self._drop(generations)
+        generations = [self.prepare(prompt, one) for prompt, one in zip(several, each, strict=True)]
+        self._run(generations)
         return [one.output() for one in generations]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Pieces of one generation as they come. Leaving the loop early and closing the stream cancels it."""
-        generation = self._prepare(prompt, params or SamplingParams())
-        with self._lock:
-            self._submit([generation])
+        generation = self.prepare(prompt, params)
+        self.submit([generation])
         return Stream(self._pieces(generation), generation)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """fp32 logits [len, V] after each token of `token_ids`, on the CPU."""
-        generation = self._prepare(list(token_ids), SamplingParams(), logits_only=True)
-        with self._lock:
-            self._submit([generation])
-            try:
-                while not generation.finished:
-                    self._step()
-            finally:
-                self._drop([generation])
+        generation = self.prepare(list(token_ids), logits_only=True)
+        self._run([generation])
         return generation.all_logits()
 
     def trace(self, token_ids: Sequence[int], tap: LayerTap) -> Tensor:
@@ -243,9 +230,9 @@ class Engine:
         finally:
             self._tap = None
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: text, chat messages (through the checkpoint's template) or ids, checked."""
-        return encode_prompt(self.tokenizer, prompt, self.spec.vocab_size)
+    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Token ids of a prompt: text, chat messages (through the checkpoint's template, with `tools`) or ids."""
+        return encode_prompt(self.tokenizer, prompt, self.spec.vocab_size, tools=tools)
 
     @property
     def has_chat_template(self) -> bool:
@@ -258,21 +245,56 @@ class Engine:
         return self._core.scheduler.max_context
 
     @property
+    def num_page_rows(self) -> int:
+        """Page rows of the whole cache."""
+        return self._core.scheduler.num_rows
+
+    @property
     def num_free_rows(self) -> int:
         """Page rows that no request holds."""
         return self._core.scheduler.num_free_rows
+
+    @property
+    def num_running(self) -> int:
+        """Requests that take part in steps."""
+        return self._core.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were submitted and do not run: new ones, and those that were preempted."""
+        return self._core.scheduler.num_waiting + len(self._new)
 
     @property
     def num_preemptions(self) -> int:
         """How often a request gave its rows back and was computed again."""
         return self._core.scheduler.num_preemptions
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, logits_only: bool = False) -> Generation:
-        """Encode and check one prompt; nothing is queued yet."""
+    # ---- one step at a time: what `generate`, `stream` and the server are made of ----
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        logits_only: bool = False,
+    ) -> Generation:
+        """Encode and check one prompt; nothing is queued yet. May be called from any thread, while steps run.
+
+        Smaller `priority` is served first. With `logits_only` nothing is generated (see `logits`).
+
+        Raises
+        ------
+        RequestError
+            The prompt or its parameters can never be served.
+        RankFailure
+            The engine has ended.
+        """
         if self._closed:
             raise RequestError("the engine is closed; make a new one")
         if self._failure is not None:
             raise self._failure
+        params = params or SamplingParams()
         params.check_vocab(self.spec.vocab_size)
         prompt_ids = self.encode(prompt)
         request_id = next(self._next_id)
@@ -284,39 +306,73 @@ class Engine:
             stop_token_ids=eos | frozenset(params.stop_token_ids),
             min_tokens=params.min_tokens,
             collect="all_logits" if logits_only or params.prompt_logprobs is not None else "tokens",
+            priority=priority,
         )
         self._core.scheduler.check_fits(request)
         seed = params.seed if params.seed is not None else self.config.engine.seed + request_id
         row = SampleRow(params, request.prompt_ids, request.output_ids, seed, self.eos_token_ids)
         return Generation(request, params, row, TextStream(self.tokenizer, params), keep_logits=logits_only)
 
-    def _submit(self, generations: Iterable[Generation]) -> None:
-        for one in generations:
-            self._generations[one.request.request_id] = one
-            self._new.append(one.request)
+    def submit(self, generations: Iterable[Generation]) -> None:
+        """Queue prepared generations, each once; they start with the next `step`."""
+        with self._lock:
+            for one in generations:
+                self._generations[one.request.request_id] = one
+                self._new.append(one.request)
+
+    def cancel(self, generations: Iterable[Generation]) -> None:
+        """Forget generations, at any moment; those that still run end, on every rank, with the next `step`."""
+        with self._lock:
+            for one in generations:
+                self._generations.pop(one.request.request_id, None)
+                if not one.finished:
+                    self._cancel(one.request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `step` would do anything."""
+        return bool(self._new or self._cancelled or self._core.scheduler.has_work)
+
+    @property
+    def failure(self) -> RankFailure | None:
+        """What ended the engine, None while it serves. May be set at any moment, by the monitor's thread."""
+        return self._failure
+
+    def step(self) -> None:
+        """Take in what was submitted and cancelled and run one step; then see `Generation.take_pieces`."""
+        with self._lock:
+            new, self._new = tuple(self._new), []
+            self._lead(StepOps(add=new, cancel=self._take_cancelled()))
+
+    def _run(self, generations: Sequence[Generation]) -> None:
+        """Step until all of `generations` are finished; an exception on the way cancels them."""
+        with self._lock:
+            self.submit(generations)
+            try:
+                while not all(one.finished for one in generations):
+                    self.step()
+            finally:
+                self._drop(generations)
 
     def _pieces(self, generation: Generation) -> Generator[Piece, None, None]:
         try:
             while True:
                 with self._lock:
                     if not generation.pieces and not generation.finished:
-                        self._step()
-                    pieces, generation.pieces = generation.pieces, []
+                        self.step()
+                    pieces = generation.take_pieces()
                 yield from pieces
                 if generation.finished and not generation.pieces:
                     return
         finally:
-            with self._lock:
-                self._drop([generation])
+            self._drop([generation])
 
     def _drop(self, generations: Iterable[Generation]) -> None:
         """Forget generations; those that still run are cancelled, on every rank, before this returns."""
-        for one in generations:
-            self._generations.pop(one.request.request_id, None)
-            if not one.finished:
-                self._cancel(one.request)
-        if self._cancelled and not self._closed and self._failure is None:
-            self._lead(StepOps(cancel=self._take_cancelled()))
+        with self._lock:
+            self.cancel(generations)
+            if self._cancelled and not self._closed and self._failure is None:
+                self.step()
 
     def _cancel(self, request: Request) -> None:
         if request in self._new:
@@ -329,10 +385,6 @@ class Engine:
         return cancelled
 
     # ---- steps ----
-
-    def _step(self) -> None:
-        new, self._new = tuple(self._new), []
-        self._lead(StepOps(add=new, cancel=self._take_cancelled()))
 
     def _lead(self, ops: StepOps) -> None:
         try:
@@ -362,7 +414,10 @@ class Engine:
         def collect(item: StepItem, first: int, logits_RV: Tensor) -> None:
             self._generations[item.request.request_id].add_logits(first, logits_RV)
 
-        return StepSinks(draw, collect, self._tap)
+        def takes_best(items: Sequence[StepItem]) -> bool:
+            return all(self._generations[item.request.request_id].row.takes_best for item in items)
+
+        return StepSinks(draw, collect, takes_best, self._tap)
 
 
 class Stream(Iterator[Piece]):

@@ -61,6 +61,11 @@ class Generation:
         self.finish_reason, self.error = reason, error
         self.pieces.append(Piece(text=self.stream.finish(), finish_reason=reason))
 
+    def take_pieces(self) -> list[Piece]:
+        """The pieces that came since the last call, oldest first."""
+        pieces, self.pieces = self.pieces, []
+        return pieces
+
     def add_logits(self, first: int, logits_RV: Tensor) -> None:
         """Logits of prompt positions ``first ...``; a position fed again after a preemption overwrites itself."""
         if self.keep_logits:

@@ -44,6 +44,14 @@ class SampleRow:
     seed: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether `sample` would give the largest logit's token as it is, and nothing beside it."""
+        params = self.params
+        plain = params.temperature == 0 and params.logprobs is None and not params.logit_bias
+        penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        return plain and not penalty and len(self.output_ids) >= params.min_tokens
+
     @cached_property
     def prompt_set_P(self) -> Tensor:
         """The distinct token ids of the prompt, made once: a prompt may be millions of tokens long."""

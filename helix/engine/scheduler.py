@@ -95,6 +95,10 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_rows(self) -> int:
+        return self._allocator.num_rows
+
+    @property
     def num_free_rows(self) -> int:
         return self._allocator.num_free
 

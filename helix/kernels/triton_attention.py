@@ -20,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as tl_cuda
 
+from helix.kernels import gluon_latent
 from helix.kernels.triton_merge import final_lse, fold
 
 # Below this many query blocks every program can afford to look at the lengths of all of them.
 _MAX_SPLIT_BLOCKS = 1024
 # Query blocks x KV heads per worker from which splitting has nothing left to balance.
 _WHOLE_BLOCKS_FROM = 16
-_MERGE_PARTS = 16
 _LOG2_E = 1.4426950408889634
 
 
@@ -44,6 +44,12 @@ class Tiling:
     workers_per_sm: int
     min_tiles: int = 2
     swap: bool = False
+    roles: bool = False
+    ordered: bool = True
+    dependent: bool = True
+    evict: str = ""
+    merge_parts: int = 0
+    merge_columns: int = 0
 
 
 def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared: bool) -> Tiling:
@@ -67,13 +73,15 @@ def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared:
 
 
 @triton.jit
-def _share(tiles_b, worker, num_workers, K: tl.constexpr, MIN_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Tiles of the step, workers that take part, and the run of this one."""
-    total = tl.sum(tiles_b, 0).to(tl.int64) * K
-    taking = tl.maximum(tl.minimum((total + MIN_TILES - 1) // MIN_TILES, num_workers), 1)
-    start = tl.where(worker < taking, worker * total // taking, 0)
-    stop = tl.where(worker < taking, (worker + 1) * total // taking, 0)
-    return total, taking, start, stop
+def _taking(total, num_workers, MIN_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many workers take part."""
+    return tl.maximum(tl.minimum((total + MIN_TILES - 1) // MIN_TILES, num_workers), 1)
+
+
+@triton.jit
+def _share(worker, total, taking):  # type: ignore[no-untyped-def]
+    """``worker * total // taking``, where the run of a worker starts, without leaving 32 bits."""
+    return worker * (total // taking) + worker * (total % taking) // taking
 
 
 @triton.jit
@@ -90,13 +98,13 @@ def _slots(table_row, tile, length, N: tl.constexpr, PAGE_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(pool, slot_n, stride, live_n, d_d, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(pool, slot_n, stride, live_n, d_d, D: tl.constexpr, EVICT: tl.constexpr):  # type: ignore[no-untyped-def]
     """[N, D_PAD] rows of the pool; zeros past the length, so that memory never written reaches no sum."""
     pointers = pool + slot_n[:, None] * stride + d_d[None, :]
     if D == d_d.shape[0]:
-        return tl.load(pointers, mask=live_n[:, None], other=0.0)
+        return tl.load(pointers, mask=live_n[:, None], other=0.0, eviction_policy=EVICT)
     else:  # noqa: RET505
-        return tl.load(pointers, mask=live_n[:, None] & (d_d < D)[None, :], other=0.0)
+        return tl.load(pointers, mask=live_n[:, None] & (d_d < D)[None, :], other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_sequences", "num_workers", "table_stride"])
@@ -146,23 +154,28 @@ def _attend(  # type: ignore[no-untyped-def]
     PAD: tl.constexpr,
     SPLIT: tl.constexpr,
     SWAP: tl.constexpr,
+    EVICT: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     worker = tl.program_id(0) // HEAD_BLOCKS
     head_block = tl.program_id(0) % HEAD_BLOCKS
     pad_b = tl.arange(0, PAD)
-    end_s = tl.load(start_ptr + 1 + pad_b, mask=pad_b < num_sequences, other=2147483647).to(tl.int32)
     if DEPENDENT:
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    end_s = tl.load(start_ptr + 1 + pad_b, mask=pad_b < num_sequences, other=2147483647).to(tl.int32)
     if SPLIT:
         length_b = tl.load(length_ptr + pad_b, mask=pad_b < num_blocks, other=0).to(tl.int32)
         tiles_b = (length_b + N - 1) // N
         stop_b = tl.cumsum(tiles_b, 0) * K
-        _, _, at, stop = _share(tiles_b, worker, num_workers, K, MIN_TILES)
+        total = tl.sum(tiles_b, 0) * K
+        taking = _taking(total, num_workers, MIN_TILES)
+        at = tl.where(worker < taking, _share(worker, total, taking), 0)
+        stop = tl.where(worker < taking, _share(worker + 1, total, taking), 0)
     else:
-        at = tl.zeros((), tl.int64)
-        stop = tl.maximum((tl.load(length_ptr + worker // K).to(tl.int64) + N - 1) // N, 1)
+        at = tl.zeros((), tl.int32)
+        stop = tl.maximum((tl.load(length_ptr + worker // K).to(tl.int32) + N - 1) // N, 1)
     run_start = at
     row_m = head_block * M + tl.arange(0, M)
     offset_n = tl.arange(0, N)
@@ -173,10 +186,10 @@ def _attend(  # type: ignore[no-untyped-def]
             block = tl.sum((stop_b <= at).to(tl.int32), 0)
             num_tiles = tl.sum(tl.where(pad_b == block, tiles_b, 0), 0)
             length = tl.sum(tl.where(pad_b == block, length_b, 0), 0)
-            inside = (at - tl.sum(tl.where(pad_b == block, stop_b, 0), 0)).to(tl.int32) + num_tiles * K
+            inside = at - tl.sum(tl.where(pad_b == block, stop_b, 0), 0) + num_tiles * K
             kv_head = inside // num_tiles
             tile = inside % num_tiles
-            tile_stop = tl.minimum(num_tiles, tile + (stop - at).to(tl.int32))
+            tile_stop = tl.minimum(num_tiles, tile + stop - at)
         else:
             block = worker // K
             kv_head = worker % K
@@ -218,13 +231,13 @@ def _attend(  # type: ignore[no-untyped-def]
             slot_n = slot + offset_n if PAGE_TOKENS % N == 0 else slot
             # The next tile's pages are asked for here, a tile ahead of the rows that they lead to.
             slot = _slots(table_row, t + 1, length, N, PAGE_TOKENS)
-            k1_nd = _load_rows(k_pool, slot_n, k_slot_stride, live_n, d1_d, D1)
+            k1_nd = _load_rows(k_pool, slot_n, k_slot_stride, live_n, d1_d, D1, EVICT)
             if SWAP:
                 score_nm = tl.dot(k1_nd, q1_md.T, input_precision=PRECISION)
             else:
                 score_mn = tl.dot(q1_md, k1_nd.T, input_precision=PRECISION)
             if D2 > 0:
-                k2_nd = _load_rows(k_pool + D1, slot_n, k_slot_stride, live_n, d2_d, D2)
+                k2_nd = _load_rows(k_pool + D1, slot_n, k_slot_stride, live_n, d2_d, D2, EVICT)
                 if SWAP:
                     score_nm = tl.dot(k2_nd, q2_md.T, score_nm, input_precision=PRECISION)
                 else:
@@ -232,30 +245,30 @@ def _attend(  # type: ignore[no-untyped-def]
             if SHARED:
                 v_nv = k1_nd
             else:
-                v_nv = _load_rows(v_pool, slot_n, v_slot_stride, live_n, v_v, V)
+                v_nv = _load_rows(v_pool, slot_n, v_slot_stride, live_n, v_v, V, EVICT)
             if SWAP:
                 seen_nm = position_n[:, None] < visible_m[None, :] if BLOCK_Q > 1 else live_n[:, None]
-                score_nm = tl.where(seen_nm, score_nm * scale_log2, float("-inf"))
+                score_nm = tl.where(seen_nm, score_nm, float("-inf"))
                 new_m = tl.maximum(peak_m, tl.max(score_nm, 0))
-                base_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-                weight_nm = tl.exp2(score_nm - base_m[None, :])
-                decay_m = tl.exp2(peak_m - base_m)
+                base_m = tl.where(new_m == float("-inf"), 0.0, new_m) * scale_log2
+                weight_nm = tl.exp2(score_nm * scale_log2 - base_m[None, :])
+                decay_m = tl.exp2(peak_m * scale_log2 - base_m)
                 sum_m = sum_m * decay_m + tl.sum(weight_nm, 0)
                 acc_vm = tl.dot(v_nv.T, weight_nm.to(v_nv.dtype), acc_vm * decay_m[None, :], input_precision=PRECISION)
             else:
                 seen_mn = position_n[None, :] < visible_m[:, None] if BLOCK_Q > 1 else live_n[None, :]
-                score_mn = tl.where(seen_mn, score_mn * scale_log2, float("-inf"))
+                score_mn = tl.where(seen_mn, score_mn, float("-inf"))
                 new_m = tl.maximum(peak_m, tl.max(score_mn, 1))
-                base_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-                weight_mn = tl.exp2(score_mn - base_m[:, None])
-                decay_m = tl.exp2(peak_m - base_m)
+                base_m = tl.where(new_m == float("-inf"), 0.0, new_m) * scale_log2
+                weight_mn = tl.exp2(score_mn * scale_log2 - base_m[:, None])
+                decay_m = tl.exp2(peak_m * scale_log2 - base_m)
                 sum_m = sum_m * decay_m + tl.sum(weight_mn, 1)
                 acc_mv = tl.dot(weight_mn.to(v_nv.dtype), v_nv, acc_mv * decay_m[:, None], input_precision=PRECISION)
             peak_m = new_m
         if SWAP:
             acc_mv = acc_vm.T
         result_mv = acc_mv / tl.where(sum_m == 0.0, 1.0, sum_m)[:, None]
-        lse_m = final_lse(peak_m * 0.6931471805599453, sum_m)
+        lse_m = final_lse(peak_m * (scale_log2 * 0.6931471805599453), sum_m)
         if tile_stop - tile == num_tiles:
             out_m = out_ptr + token_m * out_token_stride + head_m * out_head_stride
             lse_at_m = lse_ptr + token_m * lse_token_stride + head_m * lse_head_stride
@@ -331,11 +344,12 @@ def _merge_runs(  # type: ignore[no-untyped-def]
     length_b = tl.load(length_ptr + pad_b, mask=pad_b < num_blocks, other=0).to(tl.int32)
     tiles_b = (length_b + N - 1) // N
     num_tiles = tl.sum(tl.where(pad_b == block, tiles_b, 0), 0)
-    start = tl.sum(tl.where(pad_b < block, tiles_b, 0), 0).to(tl.int64) * K + kv_head * num_tiles
-    total, taking, _, _ = _share(tiles_b, 0, num_workers, K, MIN_TILES)
-    total = tl.maximum(total, 1)
-    first = ((start + 1) * taking - 1) // total
-    last = ((start + num_tiles) * taking - 1) // total
+    start = tl.sum(tl.where(pad_b < block, tiles_b, 0), 0) * K + kv_head * num_tiles
+    total = tl.maximum(tl.sum(tiles_b, 0) * K, 1)
+    taking = _taking(total, num_workers, MIN_TILES)
+    # The worker whose run holds tile x is the last one that starts at x or before.
+    first = (((start + 1).to(tl.int64) * taking - 1) // total).to(tl.int32)
+    last = (((start + num_tiles).to(tl.int64) * taking - 1) // total).to(tl.int32)
     if (num_tiles > 0) & (first == last):
         return
     if BLOCK_Q == 1:
@@ -346,6 +360,7 @@ def _merge_runs(  # type: ignore[no-untyped-def]
         stop = tl.load(start_ptr + tl.load(plan_ptr + num_blocks + block) + 1)
         limit = tl.where(token < stop, V, 0)
     if DEPENDENT:
+        tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
     peak = tl.full((), float("-inf"), tl.float32)
     weights = tl.zeros((), tl.float32)
@@ -353,8 +368,9 @@ def _merge_runs(  # type: ignore[no-untyped-def]
     if num_tiles > 0:
         for base in range(first, last + 1, PARTS):
             worker_p = base + tl.arange(0, PARTS)
-            late_p = (worker_p == first) & (start > first * total // taking)
-            place_p = ((2 * worker_p + late_p.to(tl.int64)) * HEAD_BLOCKS + row // M) * M + row % M
+            late_p = (worker_p == first) & (start > _share(first, total, taking))
+            place_p = (2 * worker_p + late_p.to(tl.int32)) * HEAD_BLOCKS + row // M
+            place_p = place_p.to(tl.int64) * M + row % M
             lse_p = tl.load(part_lse_ptr + place_p, mask=worker_p <= last, other=float("-inf"))
             value_pc = tl.load(
                 part_ptr + place_p[:, None] * V_PAD + column_c[None, :],
@@ -426,46 +442,73 @@ def attend_into(
             query_start_S1, visible_len_T, plan, call.num_blocks, call.num_sequences, BLOCK_Q=call.block_q, num_warps=1
         )
     programs = (call.num_workers if call.split else call.num_blocks * call.num_kv_heads) * call.head_blocks
-    dependent = device.type == "cuda"
-    _attend[(programs,)](
-        q_THD,
-        k_PBKD,
-        v_PBKV,
-        page_table_SR,
-        query_start_S1,
-        visible_len_T,
-        length,
-        plan,
-        out_THV,
-        lse_TH,
-        part,
-        part_lse,
-        scale * _LOG2_E,
-        call.num_blocks,
-        call.num_sequences,
-        call.num_workers,
-        page_table_SR.stride(0),
-        *q_THD.stride()[:2],
-        *k_PBKD.stride()[1:3],
-        *v_PBKV.stride()[1:3],
-        *out_THV.stride()[:2],
-        *lse_TH.stride(),
-        **constants,
-        D1=call.d1,
-        D1_PAD=_pad(call.d1),
-        D2=call.d2,
-        D2_PAD=_pad(call.d2),
-        SHARED=call.shared,
-        PAGE_TOKENS=k_PBKD.shape[1],
-        SPLIT=call.split,
-        SWAP=tiling.swap,
-        PRECISION="ieee" if q_THD.dtype == torch.float32 else None,
-        DEPENDENT=dependent and call.split,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
+    dependent = device.type == "cuda" and tiling.dependent
+    options = {"launch_pdl": True} if dependent else {}
+    if tiling.roles:
+        latent = {name: constants[name] for name in ("G", "BLOCK_Q", "HEAD_BLOCKS", "N", "MIN_TILES", "PAD")}
+        gluon_latent.attend_tiles(
+            q_THD,
+            k_PBKD,
+            (page_table_SR, query_start_S1, visible_len_T, length, plan, out_THV, lse_TH, part, part_lse),
+            (
+                scale * _LOG2_E,
+                call.num_blocks,
+                call.num_sequences,
+                call.num_workers,
+                page_table_SR.stride(0),
+                *out_THV.stride()[:2],
+                *lse_TH.stride(),
+            ),
+            {**latent, "PAGE_TOKENS": k_PBKD.shape[1]},
+            programs=programs,
+            buffers=tiling.stages,
+            ordered=tiling.ordered,
+            options={**options, "DEPENDENT": dependent},
+        )
+    else:
+        _attend[(programs,)](
+            q_THD,
+            k_PBKD,
+            v_PBKV,
+            page_table_SR,
+            query_start_S1,
+            visible_len_T,
+            length,
+            plan,
+            out_THV,
+            lse_TH,
+            part,
+            part_lse,
+            scale * _LOG2_E,
+            call.num_blocks,
+            call.num_sequences,
+            call.num_workers,
+            page_table_SR.stride(0),
+            *q_THD.stride()[:2],
+            *k_PBKD.stride()[1:3],
+            *v_PBKV.stride()[1:3],
+            *out_THV.stride()[:2],
+            *lse_TH.stride(),
+            **constants,
+            D1=call.d1,
+            D1_PAD=_pad(call.d1),
+            D2=call.d2,
+            D2_PAD=_pad(call.d2),
+            SHARED=call.shared,
+            PAGE_TOKENS=k_PBKD.shape[1],
+            SPLIT=call.split,
+            SWAP=tiling.swap,
+            EVICT=tiling.evict,
+            PRECISION="ieee" if q_THD.dtype == torch.float32 else None,
+            DEPENDENT=dependent,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **options,
+        )
     if call.split:
-        columns = min(call.v_pad, 64 if call.num_blocks * call.num_kv_heads * call.group <= 128 else 256)
+        expected = 2 * call.num_workers // max(call.num_blocks * call.num_kv_heads, 1)
+        parts = tiling.merge_parts or min(max(triton.next_power_of_2(expected), 8), 256)
+        columns = min(call.v_pad, tiling.merge_columns or max(8192 // parts, 32), 256)
         _merge_runs[
             (call.num_blocks * call.num_kv_heads * call.group * call.block_q, triton.cdiv(call.v_width, columns))
         ](
@@ -482,10 +525,10 @@ def attend_into(
             *lse_TH.stride(),
             **constants,
             COLUMNS=columns,
-            PARTS=_MERGE_PARTS,
+            PARTS=parts,
             DEPENDENT=dependent,
-            num_warps=4,
-            **({"launch_pdl": True} if dependent else {}),
+            num_warps=8 if parts * columns >= 8192 else 4,
+            **options,
         )
 
 
@@ -556,6 +599,8 @@ class _Call:
     @property
     def split(self) -> bool:
         """Whether workers take runs of tiles; otherwise each program takes a block."""
+        if self.tiling.roles:
+            return True
         few = self.num_blocks * self.num_kv_heads < _WHOLE_BLOCKS_FROM * self.num_workers
         return few and max(self.num_blocks, self.num_sequences) <= _MAX_SPLIT_BLOCKS
 
@@ -585,5 +630,7 @@ def _pad(width: int) -> int:
 
 
 def _padded_count(count: int) -> int:
-    """Few sizes, since each is compiled anew."""
+    """Few sizes, since each is compiled anew; one block needs no search."""
+    if count == 1:
+        return 1
     return 64 if count <= 64 else max(triton.next_power_of_2(count), _MAX_SPLIT_BLOCKS)

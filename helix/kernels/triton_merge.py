@@ -117,11 +117,11 @@ def _pack(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     head = row // (num_tokens * PART_HEADS) * PART_HEADS + row % PART_HEADS
     token = row // PART_HEADS % num_tokens
-    real = head < num_heads
+    width = tl.where(head < num_heads, D, 0)
     column_c = tl.arange(0, COLUMNS)
     out_row = out_ptr + token * out_token_stride + head * out_head_stride
-    value_c = tl.load(out_row + column_c, mask=(column_c < D) & real, other=0.0)
-    lse = tl.load(lse_ptr + token * lse_token_stride + head * lse_head_stride, mask=real, other=float("-inf"))
+    value_c = tl.load(out_row + column_c, mask=column_c < width, other=0.0)
+    lse = tl.load(lse_ptr + token * lse_token_stride + head * lse_head_stride, mask=width > 0, other=float("-inf"))
     tl.store(message_ptr + row * WIDTH + column_c, value_c, mask=column_c < D)
     # The lse goes out as bits, in as many elements of the message as it needs: a row need not be aligned to 4 bytes.
     bits = lse.to(tl.int32, bitcast=True)

@@ -71,8 +71,10 @@ class Block(nn.Module):
             )
 
     def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x_TC = x_TC + self.attention(self.attention_norm(x_TC), batch, cache, rotary)
-        y_TC: Tensor = x_TC + self.ffn(self.ffn_norm(x_TC))
+        x_TC, normal_TC = self.ffn_norm.after_adding(
+            x_TC, self.attention(self.attention_norm(x_TC), batch, cache, rotary)
+        )
+        y_TC: Tensor = x_TC + self.ffn(normal_TC)
         return y_TC
 
 

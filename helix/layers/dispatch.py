@@ -136,5 +136,7 @@ def unpack(message: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _local_ids(expert_Tk: Tensor, experts: Slice) -> Tensor:
     """Global ids as places in `experts`; those of other ranks become ``experts.size``, which is no place."""
+    if experts.size == experts.total:
+        return expert_Tk
     local_Tk = expert_Tk - experts.start
     return local_Tk.masked_fill((local_Tk < 0) | (local_Tk >= experts.size), experts.size)

@@ -27,6 +27,9 @@ class Exchange:
         self.form = form
 
     def __call__(self, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
+        if self.group.size == 1:
+            # One part is its own merge: where it is empty, its output is 0 already.
+            return out_THD
         out_ZThD, lse_ZTh = self._split_heads(out_THD, lse_TH)
         if self.form == "ag_rs":
             return self._gather_and_reduce(out_ZThD, lse_ZTh)

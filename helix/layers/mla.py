@@ -18,7 +18,7 @@ width, V value width, W = L + R.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -96,17 +96,12 @@ class Part:
 def split_by_form(batch: Batch, threshold: int | None) -> tuple[Part, ...]:
     """The step as one part or two: sequences with at least `threshold` tokens are expanded, the others absorbed.
 
-    Depends on nothing that differs between ranks. Reads the token counts (a wait for the device) only where some
-    sequence may be long enough, so never in a decode step.
+    Depends on nothing that differs between ranks, and asks the device nothing.
     """
-    num_tokens, num_sequences = batch.position_T.shape[0], batch.query_start_S1.shape[0] - 1
-    if threshold is None or num_tokens - (num_sequences - 1) < threshold:
-        return (_whole(batch, expanded=False),)
-    starts = batch.query_start_S1.tolist()
-    long = [last - first >= threshold for first, last in pairwise(starts)]
+    long = [threshold is not None and count >= threshold for count in batch.counts_S]
     if all(long) or not any(long):
-        return (_whole(batch, expanded=long[0]),)
-    return tuple(_select(batch, starts, [one == expanded for one in long], expanded) for expanded in (False, True))
+        return (_whole(batch, expanded=any(long)),)
+    return tuple(_select(batch, [one == expanded for one in long], expanded) for expanded in (False, True))
 
 
 def _whole(batch: Batch, *, expanded: bool) -> Part:
@@ -119,9 +114,10 @@ def _whole(batch: Batch, *, expanded: bool) -> Part:
     )
 
 
-def _select(batch: Batch, starts: list[int], chosen: list[bool], expanded: bool) -> Part:
+def _select(batch: Batch, chosen: list[bool], expanded: bool) -> Part:
     """The sequences that `chosen` marks, as a step of their own."""
     device = batch.position_T.device
+    starts = accumulate(batch.counts_S, initial=0)
     runs = [run for run, take in zip(pairwise(starts), chosen, strict=True) if take]
     index_T = torch.cat([torch.arange(first, last, device=device) for first, last in runs])
     counts = torch.tensor([0, *(last - first for first, last in runs)], device=device)
@@ -180,13 +176,11 @@ class LatentInputs(nn.Module):
         )
         if self.q_norm is not None and self.q_up is not None:
             query = self.q_up(self.q_norm(query))
-        nope_TGN, rope_TGR = query.unflatten(-1, (-1, self.mla.nope_dim + self.mla.rope_dim)).split(
-            (self.mla.nope_dim, self.mla.rope_dim), dim=-1
-        )
-        rope_TGR = apply_rotary(rope_TGR, *rotary, interleaved=self.interleaved)
+        query_TGQ = query.unflatten(-1, (-1, self.mla.nope_dim + self.mla.rope_dim))
+        query_TGQ = apply_rotary(query_TGQ, *rotary, interleaved=self.interleaved, start=self.mla.nope_dim)
         rope_T1R = apply_rotary(rope_TR.unsqueeze(1), *rotary, interleaved=self.interleaved)
         latent_T1L = self.kv_norm(latent_TL).unsqueeze(1)
-        return torch.cat((nope_TGN, rope_TGR), -1), torch.cat((latent_T1L, rope_T1R), -1)
+        return query_TGQ, torch.cat((latent_T1L, rope_T1R), -1)
 
 
 class UpProjection(nn.Module):

@@ -20,6 +20,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activate(both: Tensor, activation: str) -> Tensor:
+    """``act(gate) * up`` of [..., 2 W] values, gate first: [..., W]."""
+    if both.is_cuda and activation == "silu" and both.dim() == 2:
+        from helix.kernels.triton_swiglu import swiglu
+
+        return swiglu(both)
+    gate, up = both.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
 class MLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` on slice `width` of the FFN width; partial sums are reduced over `group`.
 
@@ -70,13 +80,12 @@ class MLP(nn.Module):
         if bias:
             self.down_bias = nn.Parameter(torch.empty(hidden, dtype=dtype, device=device), requires_grad=False)
             self.declared["down_bias"] = (whole(f"{down}.bias", (hidden,)),)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
         self.group = group
 
     def part(self, x_TC: Tensor) -> Tensor:
         """This rank's part of the sum over `group`, without the last bias."""
-        gate, up = self.gate_up(x_TC).chunk(2, dim=-1)
-        y_TC: Tensor = self.down(self.activation(gate) * up)
+        y_TC: Tensor = self.down(activate(self.gate_up(x_TC), self.activation))
         return y_TC
 
     def forward(self, x_TC: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ from helix.layout import Slice, padded_slice, uneven_slice
 from helix.model_spec import ModelSpec
 from helix.weights import Piece, block
 
+# Up to here reading experts once for each token costs less than sorting the tokens by expert.
+FEW_TOKENS = 8
 _ALIGNED_BYTES = 16
 
 
@@ -140,11 +142,16 @@ def expert_products(
     `expert_Tk` are places in the stack; E and above mean "not here" and add nothing. Weights are fp32, and so is the
     sum.
 
-    On a GPU, in bf16 and with strides of whole 16 bytes, `products_grouped` runs grouped products between parts of
-    DeepSpeed: nothing asks the host, so a step can be captured in a graph, and large T is bound by arithmetic. From one
-    to 32 tokens it reaches about half of the memory's bandwidth. Everywhere else, on a CPU above all,
-    `products_by_loop` is the plain form of the same: it touches the experts that are hit and no others.
+    On a GPU up to `FEW_TOKENS` tokens go to `helix.kernels.triton_experts`, which reads each token's experts as they
+    lie. More of them, in bf16 and with strides of whole 16 bytes, go to `products_grouped`: grouped products between
+    parts of DeepSpeed, which for large T are bound by arithmetic. Neither asks the host, so a step can be captured in a
+    graph. Everywhere else, on a CPU above all, `products_by_loop` is the plain form of the same: it touches the experts
+    that are hit and no others.
     """
+    if x_TC.is_cuda and x_TC.shape[0] <= FEW_TOKENS and activation == "silu":
+        from helix.kernels import triton_experts
+
+        return triton_experts.expert_products(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW)
     if x_TC.is_cuda and x_TC.dtype is torch.bfloat16 and _aligned(gate_up_EWC, down_ECW):
         return products_grouped(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
     return products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)

@@ -72,6 +72,18 @@ def fp32_product(x_TC: Tensor, weight_EC: Tensor) -> Tensor:
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, moe: MoESpec) -> tuple[Tensor, Tensor]:
     """Experts [T, k] (int64, best first) and their weights [T, k] (fp32) from fp32 gate outputs."""
+    if logits_TE.is_cuda and moe.topk_groups >= moe.num_groups:
+        from helix.kernels import triton_router
+
+        return triton_router.route(
+            logits_TE,
+            bias_E,
+            experts_per_token=moe.experts_per_token,
+            softmax=moe.score == "softmax",
+            normalise=moe.normalise,
+            scaling=moe.scaling,
+            eps=_NORMALISE_EPS,
+        )
     scores_TE = SCORES[moe.score](logits_TE)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if moe.topk_groups < moe.num_groups:

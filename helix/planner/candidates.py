@@ -1,4 +1,4 @@
-"""Candidates: every way to place a model on N devices, legal Helix layouts and those of the rivals, and what is refused."""
+"""Candidates: the ways to place a model on N devices, legal Helix layouts first, and the layouts that are refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Refused:
 
 
 def helix_choices(spec: ModelSpec, layout: Layout, base: Choices) -> Iterator[Choices]:
-    """The ways to run `layout` that differ: query and exchange space for MLA, dispatch for experts, chunks of overlap."""
+    """The ways to run `layout`: query and exchange space for MLA, dispatch for experts, chunks of overlap."""
     sharded = layout.kvp > 1
     queries = ("replicate", "gather") if spec.mla and sharded else ("replicate",)
     spaces = ("latent", "value") if spec.mla and sharded else ("latent",)

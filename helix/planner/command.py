@@ -166,7 +166,9 @@ def progress_bar(what: str) -> Iterator[Report | None]:
         yield None
         return
     start = time.monotonic()
-    bar = Progress(TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total}"), console=console, transient=True)
+    bar = Progress(
+        TextColumn(what), BarColumn(), TextColumn("{task.completed}/{task.total}"), console=console, transient=True
+    )
     task = bar.add_task("", total=None)
 
     def report(done: int, total: int) -> None:

@@ -67,7 +67,9 @@ def _why(question: Question, winner: Priced, other: Priced | None) -> str:
     if question.objective == "concurrency":
         text += f", and {winner.concurrency} sequences can decode at once against {other.concurrency}"
     elif question.objective == "throughput":
-        text += f", and a GPU gives {winner.cost.tokens_per_s_gpu:.1f} tokens/s against {other.cost.tokens_per_s_gpu:.1f}"
+        text += (
+            f", and a GPU gives {winner.cost.tokens_per_s_gpu:.1f} tokens/s against {other.cost.tokens_per_s_gpu:.1f}"
+        )
     if winner.cost.batch == other.cost.batch:
         text += ": " + ", ".join(less or ["nothing less"]) + (f", for {', '.join(more)}" if more else "")
     return text + "."
@@ -138,7 +140,12 @@ def _edge(
 
 
 def _span(
-    question: Question, winner: Priced, low: int | None, below: Candidate | None, high: int | None, above: Candidate | None
+    question: Question,
+    winner: Priced,
+    low: int | None,
+    below: Candidate | None,
+    high: int | None,
+    above: Candidate | None,
 ) -> str:
     at = f"At batch {winner.cost.batch}"
     if low == question.context and below is None and high == question.context:

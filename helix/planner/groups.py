@@ -1,8 +1,8 @@
-"""Groups of a layout: each rank in both grids, which collective runs on which group, its bytes, the links it crosses."""
+"""Groups of a layout: each rank in both grids, which collective runs on which group, its bytes and its links."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from helix.cost.choices import Placement
 from helix.cost.hardware import Hardware
@@ -46,16 +46,20 @@ def map_groups(question: Question, placement: Placement, batch: int) -> GroupMap
     """The groups of a Helix placement and the traffic of one step of `batch` sequences."""
     layout = placement.layout
     workload = question.workload(batch)
-    traffic = tuple(
-        _traffic(count, message, layout.num_ranks, question.hardware)
-        for count, message in layer_messages(question.spec, placement, question.formats, workload)
-    )
+    traffic: dict[tuple[str, str, str, int], GroupTraffic] = {}
+    for count, message in layer_messages(question.spec, placement, question.formats, workload):
+        one = _traffic(count, message, layout.num_ranks, question.hardware)
+        key = (one.purpose, one.op, one.axis, one.size)
+        known = traffic.get(key)
+        if known is not None:
+            one = replace(one, calls=one.calls + known.calls, sent_bytes=one.sent_bytes + known.sent_bytes)
+        traffic[key] = one
     return GroupMap(
         layout=layout,
         node_size=question.hardware.node_size,
         coords=tuple(layout.coords(rank) for rank in range(layout.num_ranks)),
         groups={axis: layout.groups(axis) for axis in AXES},
-        traffic=traffic,
+        traffic=tuple(traffic.values()),
     )
 
 
@@ -79,3 +83,11 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     if step == 1:
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks)) if len(ranks) <= 3 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes with a decimal unit and three digits."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from rich import box
@@ -18,19 +18,18 @@ from helix.errors import ConfigError
 from helix.layout import Layout, padded_heads
 from helix.planner.candidates import SCHEME_TEXT, Refused
 from helix.planner.explain import Explanation, tokens_text
-from helix.planner.groups import GroupMap, ranks_text
+from helix.planner.groups import GroupMap, ranks_text, size_text
 from helix.planner.reproduce import Reproduction
 from helix.planner.search import Plan, Priced
 
 _WIDTH = 200
 _GIB = 1 << 30
 _MAX_REFUSALS = 12
-_LEGEND = (
-    "ms: TTL = attn (KV read) + wts (weight read) + math (arithmetic beyond the reads) + fixed (kernel launches) + exch "
-    "(exchange) + q-ag (query gather)\n+ ar (all-reduces) + disp (dispatch of tokens) + head (embedding and head) + pp "
-    "(hand-over of stages) - hopb (hidden by overlap); /s: tokens per second;\nmemory: weights + KV of this batch, GiB on "
-    "the fullest rank; most: largest batch that fits"
-)
+_LEGEND = """\
+ms: TTL = attn (KV read) + wts (weight read) + math (arithmetic beyond the reads) + fixed (kernel launches)
++ exch (exchange) + q-ag (query gather) + ar (all-reduces) + disp (dispatch) + head (embedding and head)
++ pp (hand-over of stages) - hopb (hidden by overlap); /s: tokens per second
+memory: weights + KV of this batch, GiB on the fullest rank; most: largest batch that fits"""
 _COLUMNS = (
     ("attention_read", "attn"),
     ("weight_read", "wts"),
@@ -212,7 +211,7 @@ def plan_to_yaml(plan: Plan) -> str:
     }
     head = (
         f"# {question.model} on {runs.cost.num_ranks} x {question.hardware.name}, by `helix plan`\n"
-        f"# predicted at {tokens_text(question.context)} tokens, batch {runs.cost.batch}: TTL {runs.cost.ttl_ms:.2f} ms\n"
+        f"# predicted at {tokens_text(question.context)} tokens, batch {runs.cost.batch}: {runs.cost.ttl_ms:.2f} ms\n"
     )
     if question.context > question.spec.max_context:
         head += f"# the model was made for {question.spec.max_context} tokens: max_context is cut to that\n"
@@ -235,7 +234,9 @@ def print_reproduction(found: Reproduction) -> None:
     for title in ("published", "model", "error"):
         table.add_column(title, justify="right")
     for row in found.rows:
-        shown = [f"{value:.1%}" if not row.unit else f"{value:.4g}{row.unit}" for value in (row.published, row.modelled)]
+        shown = [
+            f"{value:.1%}" if not row.unit else f"{value:.4g}{row.unit}" for value in (row.published, row.modelled)
+        ]
         table.add_row(row.name, *shown, f"{row.error:+.0%}")
     console.print(table)
     for row in found.rows:
@@ -260,17 +261,9 @@ def print_groups(groups: GroupMap, *, max_ranks: int = 64) -> None:
         shown = "  ".join(f"[{ranks_text(ranks)}]" for ranks in all_groups[:16])
         more = f"  and {len(all_groups) - 16} more" if len(all_groups) > 16 else ""
         console.print(f"{axis:>4}: {len(all_groups)} x {len(all_groups[0])} ranks  {shown}{more}", markup=False)
-    table = Table("collective", "for", "axis", "ranks", "calls a step", "sent by a rank a step", "link", box=box.SIMPLE_HEAD)
+    table = Table(
+        "collective", "for", "axis", "ranks", "calls a step", "sent by a rank a step", "link", box=box.SIMPLE_HEAD
+    )
     for one in groups.traffic:
-        table.add_row(
-            one.op, one.purpose, one.axis, str(one.size), str(one.calls), _size(one.sent_bytes), one.link
-        )
+        table.add_row(one.op, one.purpose, one.axis, str(one.size), str(one.calls), size_text(one.sent_bytes), one.link)
     console.print(table)
-
-
-def _size(num_bytes: float) -> str:
-    unit: Literal["B", "KB", "MB", "GB"]
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -106,7 +106,8 @@ def _paper_candidates(model: str) -> tuple[tuple[Candidate, ...], tuple[Candidat
     base = Choices()
     for num_ranks in _PAPER_GPUS:
         for layout in legal_layouts(spec, num_ranks):
-            spaces = ("latent", "value") if spec.mla and layout.kvp > 1 else ("latent",)
+            spaces: tuple[Literal["latent", "value"], ...] = ("latent", "value")
+            spaces = spaces if spec.mla and layout.kvp > 1 else spaces[:1]
             helix += [Candidate("helix", Placement(layout=layout, choices=Choices(exchange_space=x))) for x in spaces]
         for one in rival_candidates(spec, num_ranks, base):
             wanted = ("tp", "tp-pp", "dp-ep") if spec.mla else ("tp", "tp-pp", "dp-ep", "medha")
@@ -182,16 +183,16 @@ def helix_paper() -> Reproduction:
             rows.append(Comparison(name=f"{model}: {name}", unit=unit, published=value, modelled=modelled))
     narrow = paper_ratios("deepseek-r1", hardware.scaled(link=_LATENT_VALUES / _PAPER_VALUES)).overlap_loss
     note = (
-        f"not reproduced: the paper counts B x H = {_PAPER_VALUES} values a token in the exchange, an MLA merge in latent "
-        f"space carries {_LATENT_VALUES}; at the paper's count the model loses {narrow:.1%}. The rest is the latency "
-        "that 405B's 12% asks for: the paper must give R1's layers more time than one cost for both models does"
+        f"not reproduced: the paper counts B x H = {_PAPER_VALUES} values a token in the exchange, an MLA merge in "
+        f"latent space carries {_LATENT_VALUES}; at the paper's count the model loses {narrow:.1%}. The rest is the "
+        "latency that 405B's 12% asks for: the paper must give R1's layers more time than one cost for both models does"
     )
     rows[-1] = replace(rows[-1], note=note)
     return Reproduction(
-        title="Helix paper (arXiv 2507.07120): GB200 NVL72, FP4, 1M tokens, 1 to 64 GPUs; all published numbers are simulated",
+        title="Helix paper (arXiv 2507.07120), itself simulated: GB200 NVL72, FP4, 1M tokens, 1 to 64 GPUs",
         assumptions=(
-            f"fitted on the three Llama-405B rows only: {PAPER_LAYER_US:g} us a layer, {PAPER_COLLECTIVE_US:g} us a "
-            "collective; R1's rows are predictions",
+            f"fitted on Llama-405B only: {PAPER_LAYER_US:g} us a layer, {PAPER_COLLECTIVE_US:g} us a collective",
+            "DeepSeek-R1's rows are predictions",
             "8000 GB/s, kernels at their rooflines, 900 GB/s links (not printed in the paper), experts hit evenly",
             "batches are powers of two (both published concurrency ratios are); finer ones give up to 6x for 405B",
             "HOP-B's chunks pay a collective's latency once, as the units of the paper's figure 3 do",
@@ -226,8 +227,16 @@ def vllm_dcp() -> Reproduction:
             "B200's collectives and kernels assumed as on H200; decode only, no prefill beside it",
         ),
         rows=(
-            Comparison(name="TP at 64 requests", unit=" tok/s/GPU", published=1863, modelled=slow.tokens_per_s_gpu, note=counts),
-            Comparison(name="DCP at 512 requests", unit=" tok/s/GPU", published=6091, modelled=fast.tokens_per_s_gpu, note=counts),
+            Comparison(
+                name="TP at 64 requests", unit=" tok/s/GPU", published=1863, modelled=slow.tokens_per_s_gpu, note=counts
+            ),
+            Comparison(
+                name="DCP at 512 requests",
+                unit=" tok/s/GPU",
+                published=6091,
+                modelled=fast.tokens_per_s_gpu,
+                note=counts,
+            ),
             Comparison(
                 name="gain of DCP",
                 unit="x",
@@ -236,7 +245,10 @@ def vllm_dcp() -> Reproduction:
                 note="too high: prefill takes the same time under both, which shrinks the published gain",
             ),
             Comparison(
-                name="KV cache used at 512", unit="", published=0.82, modelled=held.cache / held.cache_limit,
+                name="KV cache used at 512",
+                unit="",
+                published=0.82,
+                modelled=held.cache / held.cache_limit,
                 note="the trace's requests are not all equally long",
             ),
         ),
@@ -259,7 +271,7 @@ def vllm_h200() -> Reproduction:
     return Reproduction(
         title="vLLM 0.24.0 on one and two H200, ms per decode step",
         assumptions=(
-            "nothing fitted to these rows; inputs: its attention, expert and linear kernels timed alone, its collectives",
+            "nothing fitted to these rows; inputs: its kernels timed alone, its collectives inside a step",
             "dummy weights: all tokens of a step go to the 6 experts of one token",
             "not in the model: DCP's own merge kernel (12 us a layer) and the 10% of a DCP step in which the GPU idles",
         ),

@@ -7,7 +7,8 @@
 * KVP tied to TP (Medha, arXiv 2409.17264): sequence shards of a fixed TP group; partial results are gathered back onto
   it, and FFN weights are repeated on every KVP shard.
 * DCP (vLLM, SGLang): TP ranks share a sequence where plain TP would copy it; the queries are gathered, the merge is
-  all-gather + reduce-scatter or an all-to-all. vLLM asks ``tp % dcp == 0`` for MLA, ``(tp // kv_heads) % dcp == 0`` else.
+  all-gather + reduce-scatter or an all-to-all. vLLM asks ``tp % dcp == 0`` for MLA, else
+  ``(tp // kv_heads) % dcp == 0``.
 """
 
 from __future__ import annotations

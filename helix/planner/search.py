@@ -22,7 +22,7 @@ _MAX_BATCH = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a plan is asked for. `batch` None: 1 for the objective ttl, else the largest that fits and holds `ttl_us`."""
+    """What a plan is asked for. `batch` None: 1 for the objective ttl, else the largest that fits within `ttl_us`."""
 
     model: str
     spec: ModelSpec
@@ -62,7 +62,7 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Answer to a `Question`: priced placements, best first (one per Helix layout, the best per rival), and refusals."""
+    """Answer to a `Question`: each Helix layout and the best of each rival, best first, and refusals."""
 
     question: Question
     ranked: tuple[Priced, ...]
@@ -108,6 +108,12 @@ def make_plan(question: Question, progress: Progress | None = None) -> Plan:
     return Plan(question, tuple(_one_row_per_rival(ranked)), tuple(refused))
 
 
+def all_candidates(question: Question) -> list[Candidate]:
+    """Every candidate of `question`, whether it fits or not."""
+    groups, _ = _candidate_groups(question)
+    return [one for group in groups for one in group]
+
+
 def _text(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -127,9 +133,7 @@ def _candidate_groups(question: Question) -> tuple[list[tuple[Candidate, ...]], 
     return groups, refused
 
 
-def _best_of(
-    question: Question, group: Iterable[Candidate]
-) -> tuple[Priced | None, list[tuple[float, Refused]]]:
+def _best_of(question: Question, group: Iterable[Candidate]) -> tuple[Priced | None, list[tuple[float, Refused]]]:
     """The best way to run one layout, or by how many bytes each way does not fit."""
     priced, misses = [], []
     for candidate in group:
@@ -160,9 +164,11 @@ def price(question: Question, candidate: Candidate) -> Priced | tuple[float, Ref
         held = _memory(question, candidate, batch)
     if not held.fits:
         gib = 1 << 30
+        left = f"leave {held.cache_limit / gib:.1f}" if held.cache_limit > 0 else "leave nothing"
         reason = (
-            f"does not fit: weights {held.weights.total / gib:.1f} + KV {held.cache / gib:.1f} + buffers "
-            f"{held.buffers / gib:.1f} GiB a rank, the device has {question.hardware.memory_bytes / gib:.1f}"
+            f"does not fit: KV of {batch} sequences takes {held.cache / gib:.1f} GiB a rank; of the device's "
+            f"{question.hardware.memory_bytes / gib:.1f}, weights {held.weights.total / gib:.1f}, buffers "
+            f"{held.buffers / gib:.1f} and the reserve {left} for it"
         )
         return held.cache - held.cache_limit, Refused(candidate.scheme, candidate.label, reason)
     cost = _cost(question, candidate, batch)

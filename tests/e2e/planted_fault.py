@@ -40,12 +40,12 @@ if "PLANTED_FAULT" in os.environ and os.environ.get("RANK") == os.environ["PLANT
                 return None
             sys.meta_path.remove(self)
             import helix.engine.build as build
-            import helix.engine.core as core
+            import helix.engine.runner as runner
 
             if where == "load":
                 build.load_weights = lambda *args, **kwargs: misbehave()
             else:
-                plain, calls = core.build_batch, []
+                plain, calls = runner.build_batch, []
 
                 def build_batch(*args):
                     calls.append(1)
@@ -53,7 +53,7 @@ if "PLANTED_FAULT" in os.environ and os.environ.get("RANK") == os.environ["PLANT
                         misbehave()
                     return plain(*args)
 
-                core.build_batch = build_batch
+                runner.build_batch = build_batch
             return None
 
     sys.meta_path.insert(0, Finder())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 from helix.comm.world import World
 from helix.config import make_config
+from helix.engine import build
 from helix.engine.engine import Engine
 from helix.engine.join import follow
 from helix.engine.sampling import SamplingParams
@@ -49,3 +51,9 @@ def tokens_under_pressure(engine: Engine, prompts: Sequence[list[int]], num_toke
     """Greedy tokens of a batch that does not fit the pool, and how often a request was preempted."""
     outputs = engine.generate(list(prompts), greedy(num_tokens))
     return [output.token_ids for output in outputs], engine.num_preemptions
+
+
+def drive_static(world: World, settings: dict[str, Any], driver: Drive, *args: Any) -> Any:
+    """`drive` with decode steps from static inputs, padded to their buckets as a graph's are."""
+    with mock.patch.object(build, "choose_mode", return_value="static"):
+        return drive(world, settings, driver, *args)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import yaml
 
 from helix.cache.pools import build_cache
+from helix.calibrate import measure, to_card
 from helix.comm.mesh import build_mesh
 from helix.comm.world import World
 from helix.config import CommConfig
+from helix.engine.batch import build_batch
+from helix.engine.request import Request
+from helix.engine.scheduler import StepItem, StepPlan
 from helix.layers.batch import Batch
 from helix.layers.decoder import Decoder
 from helix.layout import Layout, PageRule
@@ -48,18 +53,16 @@ def decode_step(
 
 
 def _batch(rule: PageRule, kvp_rank: int, batch: int, context: int, rows: int) -> Batch:
-    position = context - 1
-    mine = rule.owner(position) == kvp_rank
-    table = torch.arange(batch * rows, dtype=torch.int32).view(batch, rows)
-    row, slot = divmod(rule.local_slot(position), rule.page_tokens)
-    slots = table[:, row].long() * rule.page_tokens + slot if mine else torch.full((batch,), -1)
-    return Batch(
-        token_ids_T=torch.arange(batch),
-        position_T=torch.full((batch,), position),
-        rotary_len_T=torch.full((batch,), context),
-        slot_T=slots,
-        visible_len_T=torch.full((batch,), rule.local_len(context, kvp_rank)),
-        query_start_S1=torch.arange(batch + 1),
-        page_table_SR=table,
-        sample_T=torch.arange(batch),
-    )
+    """One token each of `batch` sequences of `context` tokens."""
+    items = []
+    for index in range(batch):
+        ids = [(index + position) % 40 for position in range(context)]
+        request = Request(request_id=index, prompt_ids=ids, max_tokens=1)
+        request.rows = list(range(index * rows, (index + 1) * rows))
+        items.append(StepItem(request=request, start=context - 1, count=1, samples=True))
+    return build_batch(StepPlan(tuple(items)), rule, kvp_rank, torch.device("cpu"))
+
+
+def calibrate_card(world: World) -> str:
+    """The hardware card that `helix calibrate` makes of these ranks, as YAML."""
+    return yaml.safe_dump(to_card(measure(world, None)))

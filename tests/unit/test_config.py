@@ -93,7 +93,15 @@ def test_defaults_are_the_documented_ones() -> None:
             "check_schedule": False,
             "stall_timeout_s": 20.0,
         },
-        "server": {"host": "127.0.0.1", "port": 8000, "api_key": None},
+        "server": {
+            "host": "127.0.0.1",
+            "port": 8000,
+            "api_key": None,
+            "model_name": None,
+            "max_queue": 256,
+            "request_timeout_s": 600.0,
+            "max_body_bytes": 32 << 20,
+        },
     }
 
 
@@ -314,6 +322,9 @@ WRONG = [
     ("server", "port", 65536, ["65536 is out of range"]),
     ("server", "host", 127, ["127 is a number: put it in quotes"]),
     ("server", "host", "", ["is empty"]),
+    ("server", "max_queue", 0, ["0 is out of range"]),
+    ("server", "request_timeout_s", 0, ["0 is out of range", "at most 86400"]),
+    ("server", "max_body_bytes", "32M", ['"32M" is text']),
     ("model", "num_layers", 0, ["0 is out of range"]),
     ("model", "path", "", ["is empty"]),
     ("model", "load", "dumy", ["did you mean dummy?"]),

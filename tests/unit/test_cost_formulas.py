@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from helix.cost.hardware import Hardware, load_hardware
 from helix.cost.memory import memory
 from helix.cost.messages import exchange_messages
 from helix.cost.step import Parts, placement_cost, step_cost
+from helix.cost.verdict import judge
 from helix.cost.weights import attention_matrices, mlp_matrices, rank_weights
 from helix.cost.work import attention_read, busiest_hits, expected_ranks_hit
 from helix.layout import Layout, PageRule, attention_shard, legal_layouts, padded_slice, uneven_slice
@@ -281,6 +283,41 @@ def test_expert_hits(experts: int, per_token: int, ep: int, tokens: int) -> None
     assert 1.0 - 1e-9 <= expected_ranks_hit(moe, ep) <= min(ep, per_token) + 1e-9
     if ep == 1 and tokens == 1:
         assert busiest == pytest.approx(per_token)
+
+
+@pytest.mark.parametrize("ep", [3, 8, 64])
+def test_ranks_hit_against_a_draw(ep: int) -> None:
+    """DeepSeek-R1's choice, drawn: 4 of 8 groups, then 8 experts among theirs."""
+    moe = load_card("deepseek-r1").moe
+    assert moe is not None
+    held = [uneven_slice(256, ep, index) for index in range(ep)]
+    source = random.Random(ep)
+    hits = 0
+    for _ in range(1000):
+        allowed = [expert for group in source.sample(range(8), 4) for expert in range(32 * group, 32 * group + 32)]
+        chosen = source.sample(allowed, 8)
+        hits += sum(any(part.start <= expert < part.stop for expert in chosen) for part in held)
+    assert expected_ranks_hit(moe, ep) == pytest.approx(hits / 1000, rel=0.02)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), choices=choices_, workload=workloads)
+def test_nothing_is_predicted_beyond_the_ceiling(
+    case: tuple[ModelSpec, Layout], choices: Choices, workload: Workload
+) -> None:
+    spec, layout = case
+    choices = replace(choices, overlap=1)
+    verdict = judge(1e4, spec, Placement(layout=layout, choices=choices), Formats(), H200, workload)
+    assert 0 < verdict.ceiling_us <= verdict.predicted_us
+
+
+def test_verdict_of_a_measured_step() -> None:
+    """BASELINE: vLLM takes 20.7 ms for Llama-3.1-8B at 8 x 64K, whose bytes over 4.5 TB/s are 18.8 ms."""
+    spec, placement = load_card("llama-3.1-8b"), Placement(layout=Layout())
+    verdict = judge(20_700.0, spec, placement, Formats(), H200, Workload(batch=8, context=1 << 16))
+    assert verdict.ceiling_us == pytest.approx(18_800 * 4.5 / 4.54, rel=0.01)
+    assert verdict.share_of_ceiling == pytest.approx(0.9, abs=0.02)
+    assert verdict.line().startswith("achieved 20.70 ms | ceiling 18.")
 
 
 def test_pipeline_keeps_all_stages_busy() -> None:

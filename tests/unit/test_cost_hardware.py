@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import yaml
 
@@ -127,7 +129,7 @@ def _curve(points: list[list[float]]) -> dict[str, object]:
     return {"ranks": 2, "points": points, "us_per_doubling": 0, "source": "test"}
 
 
-def _minimal() -> dict[str, object]:
+def _minimal() -> dict[str, Any]:
     rate = {"datasheet": 1.0, "achieved": 1.0, "source": "test"}
     return {
         "name": "test",

@@ -62,6 +62,7 @@ def step(counts: list[int], contexts: list[int], page_tokens: int = 4) -> Batch:
         query_start_S1=torch.tensor([0, *counts]).cumsum(0),
         page_table_SR=table,
         sample_T=torch.zeros(0, dtype=torch.int64),
+        counts_S=tuple(counts),
     )
 
 

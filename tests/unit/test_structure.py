@@ -24,6 +24,7 @@ ORDER = (
     ("helix.cache",),
     ("helix.layers",),
     ("helix.engine",),
+    ("helix.server",),
     ("helix.bench", "helix.calibrate", "helix.check", "helix.verify"),
     ("helix.cli",),
 )

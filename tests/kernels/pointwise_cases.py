@@ -1,0 +1,150 @@
+"""Cases of the small kernels; as a program it runs them all on the CPU (for Triton's interpreter) and prints names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from helix.kernels import triton_append, triton_experts, triton_norm, triton_rotary, triton_router, triton_swiglu
+from helix.layers import rotary, router
+from helix.layers.moe import products_by_loop
+from helix.layers.norm import RMSNorm
+from helix.model_spec import MoESpec
+
+Case = Callable[[torch.device, torch.dtype], None]
+CPU = torch.device("cpu")
+
+
+def values(device: torch.device, dtype: torch.dtype, *size: int, seed: int = 0) -> Tensor:
+    """Normal numbers, the same on every device."""
+    generator = torch.Generator().manual_seed(seed + sum(size))
+    return torch.randn(size, generator=generator).to(dtype).to(device)
+
+
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Near as the dtype allows: a unit or two in the last place, of the largest value."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    error = (got.cpu().double() - want.cpu().double()).abs().max()
+    assert error <= bound * want.double().abs().max().clamp(min=1.0).cpu(), error
+
+
+def check_append(device: torch.device, dtype: torch.dtype) -> None:
+    for tail, slots in (((3, 8), [5, -1, 23, 0]), ((1, 576), [-1, -1, 7, 11]), ((8, 128), [3, 2, 1, -1])):
+        for strided in (False, True):
+            pool = values(device, dtype, 6, 4, *tail)
+            pool[0, 0] = torch.nan
+            rows = values(device, dtype, len(slots), tail[0] * (2 if strided else 1), *tail[1:], seed=1)[:, : tail[0]]
+            want = pool.clone().flatten(0, 1)
+            for row, slot in enumerate(slots):
+                if slot >= 0:
+                    want[slot] = rows[row]
+            triton_append.append(pool, rows, torch.tensor(slots, device=device))
+            assert torch.equal(pool.flatten(0, 1).nan_to_num(7.5), want.nan_to_num(7.5))
+    triton_append.append(pool, rows[:0], torch.tensor([], dtype=torch.int64, device=device))
+
+
+def check_norm(device: torch.device, dtype: torch.dtype) -> None:
+    for width in (16, 1000):
+        norm = RMSNorm("norm", width, 1e-5, dtype=dtype, device=CPU)
+        norm.weight.copy_(values(CPU, dtype, width, seed=3))
+        weight = norm.weight.to(device)
+        x, add = values(CPU, dtype, 5, 3, width), values(CPU, dtype, 5, width, seed=1)
+        for view in (x, x[:, 1:], x[:, 0]):
+            on_device = x.to(device)[:, x.shape[1] - view.shape[1] :] if view.dim() == 3 else x.to(device)[:, 0]
+            assert_near(triton_norm.rms_norm(on_device, weight, 1e-5), norm(view), dtype)
+        total, out = triton_norm.add_rms_norm(x[:, 0].to(device), add.to(device), weight, 1e-5)
+        want_total, want = norm.after_adding(x[:, 0], add)
+        assert torch.equal(total.cpu(), want_total)
+        assert_near(out, want, dtype)
+
+
+def check_rotary(device: torch.device, dtype: torch.dtype) -> None:
+    angle = values(CPU, torch.float32, 4, 12)
+    cos, sin = angle.cos(), angle.sin()
+    for interleaved in (False, True):
+        for width, start in ((24, 0), (40, 16), (56, 16)):
+            x = values(CPU, dtype, 4, 4, width)
+            for one in (x, x[:, 1:3]):
+                want = rotary.apply_rotary(one, cos, sin, interleaved=interleaved, start=start)
+                moved = x.to(device) if one is x else x.to(device)[:, 1:3]
+                got = triton_rotary.apply_rotary(
+                    moved, cos.to(device), sin.to(device), interleaved=interleaved, start=start
+                )
+                assert_near(got, want, dtype)
+
+
+def check_swiglu(device: torch.device, dtype: torch.dtype) -> None:
+    for width in (8, 50, 1408):
+        both = values(CPU, dtype, 3, 2 * width)
+        gate, up = both.chunk(2, dim=-1)
+        assert_near(triton_swiglu.swiglu(both.to(device)), nn.functional.silu(gate) * up, dtype)
+
+
+MOE = MoESpec(
+    num_experts=10,
+    experts_per_token=3,
+    expert_width=16,
+)
+
+
+def check_router(device: torch.device, _dtype: torch.dtype) -> None:
+    for experts, per_token in ((10, 3), (64, 6)):
+        logits = 3.0 * values(CPU, torch.float32, 4, experts)
+        logits[0] = 0.0  # all equal: the lowest ids
+        logits[1, 4] = logits[1, 2] = 20.0
+        for score, normalise in (("softmax", False), ("softmax", True), ("sigmoid", True)):
+            spec = replace(
+                MOE, num_experts=experts, experts_per_token=per_token, score=score, normalise=normalise, scaling=1.5
+            )
+            for bias in (None, values(CPU, torch.float32, experts, seed=5)):
+                want_experts, want_weights = router.route(logits, bias, spec)
+                got_experts, got_weights = triton_router.route(
+                    logits.to(device),
+                    None if bias is None else bias.to(device),
+                    experts_per_token=per_token,
+                    softmax=score == "softmax",
+                    normalise=normalise,
+                    scaling=1.5,
+                    eps=1e-20,
+                )
+                assert torch.equal(got_experts.cpu(), want_experts)
+                assert_near(got_weights, want_weights, torch.float32)
+    broken = torch.full((2, 10), torch.nan, device=device)
+    ids, weights = triton_router.route(
+        broken, None, experts_per_token=3, softmax=True, normalise=False, scaling=1.0, eps=1e-20
+    )
+    assert ((ids >= 0) & (ids < 10)).all()
+    assert weights.isnan().all(), "NaN stays loud"
+
+
+def check_experts(device: torch.device, dtype: torch.dtype) -> None:
+    wide = (600, 2100) if device.type == "cuda" else (24, 20)  # the interpreter takes milliseconds a program
+    for experts, hidden, width in ((5, 24, 12), (3, wide[0], 10), (2, 20, wide[1])):
+        gate_up = 0.1 * values(CPU, dtype, experts, 2 * width, hidden)
+        down = 0.1 * values(CPU, dtype, experts, hidden, width)
+        x, weight = values(CPU, dtype, 4, hidden), values(CPU, torch.float32, 4, 3).abs()
+        expert = torch.tensor([[0, 1, 2], [2, 0, experts], [experts, experts + 3, experts], [1, 2, 0]])
+        want = products_by_loop(x, expert, weight, gate_up, down, "silu")
+        got = triton_experts.expert_products(*(one.to(device) for one in (x, expert, weight, gate_up, down)))
+        assert got[2].eq(0).all(), "no expert of this token is here"
+        assert_near(got, want, dtype)
+
+
+CASES: Mapping[str, Case] = {
+    "append": check_append,
+    "norm": check_norm,
+    "rotary": check_rotary,
+    "swiglu": check_swiglu,
+    "router": check_router,
+    "experts": check_experts,
+}
+
+if __name__ == "__main__":
+    for name, case in CASES.items():
+        case(CPU, torch.float32)
+        print(name)
