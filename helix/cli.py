@@ -329,6 +329,7 @@ def bench_decode(
     cells: Annotated[str | None, typer.Option(help="Single pairs instead of all: 1x1M,8x128K.")] = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps timed in each cell.")] = 64,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 8,
+    same_token: Annotated[bool, typer.Option(help="Feed all sequences the same token: few experts are hit.")] = False,
     set_: SetOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -350,7 +351,7 @@ def bench_decode(
     chosen = [
         decode.Cell(batch=read_tokens(one, "--batch"), context=read_tokens(other, "--context")) for one, other in pairs
     ]
-    report = decode.bench_decode(run, chosen, steps=steps, warmup=warmup)
+    report = decode.bench_decode(run, chosen, steps=steps, warmup=warmup, same_token=same_token)
     if report is not None:
         decode.print_report(report, as_json=json_)
 

@@ -3,7 +3,9 @@
 The engine's own steps are timed (scheduler, inputs, model, choice of tokens), each from its plan to its tokens on the
 host. No prompt is computed: pages are filled with random numbers, and the requests are booked as computed. The tokens
 that are fed back are drawn at random, not from the logits, which with random weights soon repeat themselves and would
-send all sequences to the same experts; how many distinct experts a layer hits is counted and printed.
+send all sequences to the same experts. `same_token` feeds all sequences the same one, which comes close to that: so
+figures of engines that were timed on repeated tokens have their like. How many distinct experts a layer hits is counted
+and printed.
 
 Beside each time: the bytes that a step must read over the memory's bandwidth (nothing runs faster), and the cost
 model's prediction. Every rank of a launcher runs this module; rank 0 reports.
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import torch
 from rich import box
@@ -93,12 +96,15 @@ class DecodeReport:
     torch: str
     mode: str
     steps: int
+    same_token: bool
     hardware: str | None
     timings: tuple[Timing, ...]
     skipped: tuple[str, ...]
 
 
-def bench_decode(config: RunConfig, cells: Sequence[Cell], *, steps: int, warmup: int) -> DecodeReport | None:
+def bench_decode(
+    config: RunConfig, cells: Sequence[Cell], *, steps: int, warmup: int, same_token: bool = False
+) -> DecodeReport | None:
     """Time `steps` decode steps of each cell after `warmup` others. Collective; None on ranks other than 0.
 
     Contexts may be longer than the model was made for: only the time is looked at.
@@ -118,7 +124,7 @@ def bench_decode(config: RunConfig, cells: Sequence[Cell], *, steps: int, warmup
         pricing = _Pricing.of(run, spec, layout, core)
         timings, skipped = [], []
         for cell in cells:
-            timing = _time_cell(core, cell, pricing, steps, warmup)
+            timing = _time_cell(core, cell, pricing, (warmup, steps), same_token)
             if timing is None:
                 skipped.append(f"{cell}: the cache has {core.cache.num_rows} page rows, too few")
             else:
@@ -140,6 +146,7 @@ def bench_decode(config: RunConfig, cells: Sequence[Cell], *, steps: int, warmup
         torch=torch.__version__,
         mode=mode,
         steps=steps,
+        same_token=same_token,
         hardware=None if pricing.hardware is None else pricing.hardware.name,
         timings=tuple(timings),
         skipped=tuple(skipped),
@@ -163,7 +170,7 @@ def fill_cache(core: EngineCore, seed: int) -> None:
             layer.v.normal_(generator=generator)
 
 
-def place_requests(core: EngineCore, cell: Cell, num_tokens: int) -> list[Request] | None:
+def place_requests(core: EngineCore, cell: Cell, num_tokens: int, same_token: bool = False) -> list[Request] | None:
     """Requests of one cell as if their prompts had just been computed; None where the cache has no room for them."""
     scheduler = core.scheduler
     prompt = [0] * cell.context
@@ -182,7 +189,7 @@ def place_requests(core: EngineCore, cell: Cell, num_tokens: int) -> list[Reques
     if plan is None or [item.count for item in plan.items] != [cell.context] * cell.batch:
         clear(core, requests)
         return None
-    scheduler.commit(plan, _random_tokens(core, random.Random(cell.batch), cell.batch))
+    scheduler.commit(plan, _random_tokens(core, random.Random(cell.batch), cell.batch, same_token))
     return requests
 
 
@@ -192,17 +199,21 @@ def clear(core: EngineCore, requests: Sequence[Request]) -> None:
         core.scheduler.cancel(request.request_id)
 
 
-def _random_tokens(core: EngineCore, source: random.Random, count: int) -> list[int]:
-    return [source.randrange(core.model.head.vocab.total) for _ in range(count)]
+def _random_tokens(core: EngineCore, source: random.Random, count: int, same_token: bool) -> list[int]:
+    vocab = core.model.head.vocab.total
+    return [source.randrange(vocab)] * count if same_token else [source.randrange(vocab) for _ in range(count)]
 
 
-def _time_cell(core: EngineCore, cell: Cell, pricing: _Pricing, steps: int, warmup: int) -> Timing | None:
-    num_tokens = warmup + steps + 1
-    requests = place_requests(core, cell, num_tokens)
+def _time_cell(
+    core: EngineCore, cell: Cell, pricing: _Pricing, counts: tuple[int, int], same_token: bool
+) -> Timing | None:
+    """Time one cell: `counts` are the steps before the timed ones, and those. None where the cache is too small."""
+    warmup, steps = counts
+    requests = place_requests(core, cell, warmup + steps + 1, same_token)
     if requests is None:
         return None
     if core.world.rank == 0:
-        times = _lead_steps(core, warmup + steps)[warmup:]
+        times = _lead_steps(core, warmup + steps, same_token)[warmup:]
     else:
         core.follow()
         times = [0.0, 0.0]
@@ -226,14 +237,14 @@ def _time_cell(core: EngineCore, cell: Cell, pricing: _Pricing, steps: int, warm
     )
 
 
-def _lead_steps(core: EngineCore, count: int) -> list[float]:
+def _lead_steps(core: EngineCore, count: int, same_token: bool) -> list[float]:
     """Milliseconds of each of `count` steps; rank 0's side. The other ranks stop following at the end."""
     source = random.Random(0)
 
     def draw(logits_RV: Tensor, items: Sequence[StepItem]) -> list[int]:
         # As long as reading the tokens would take: one small copy from the device that waits for the step.
         logits_RV[0, :1].tolist()
-        return _random_tokens(core, source, len(items))
+        return _random_tokens(core, source, len(items), same_token)
 
     sinks = StepSinks(draw, lambda *_: None, lambda _: False)
     times = []
@@ -257,7 +268,7 @@ def _device_ms(core: EngineCore) -> float | None:
         core.runner.run(plan)
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / _DEVICE_STEPS
+    return float(start.elapsed_time(stop)) / _DEVICE_STEPS
 
 
 def _experts_hit(core: EngineCore) -> float | None:
@@ -315,7 +326,7 @@ class _Pricing:
 
     def price(self, cell: Cell, hit: float | None) -> tuple[int, float | None, float | None]:
         """Bytes read in a step, their time at the card's bandwidth and the predicted time, milliseconds."""
-        routing = "random" if hit is None else round(hit)
+        routing: Literal["random"] | int = "random" if hit is None else round(hit)
         load = Workload(batch=cell.batch, context=cell.context, page_tokens=self.page_tokens, routing=routing)
         given = (self.placement, self.formats, load)
         each_layer = sum(one.num_bytes for one in attention_work(self.spec, *given))

@@ -24,8 +24,6 @@ from helix.kernels.triton_merge import PeerLayout, merge_peers, pack
 
 # Bytes between two uses of the same memory: several times the L2 of any device so far.
 _COLD_BYTES = 400 << 20
-# A device that was idle takes tens of milliseconds to reach the clocks that it then keeps.
-_WARM_S = 0.15
 _REPLAYS = 25
 _ROWS_CHECKED = 32
 
@@ -87,8 +85,14 @@ class Measurement:
     lse_error: float
 
 
-def time_calls(calls: Sequence[Callable[[], object]], *, replays: int = _REPLAYS) -> tuple[float, float, float]:
-    """Median and quartiles, in microseconds a call, of replays of one graph of all `calls`."""
+def time_calls(
+    calls: Sequence[Callable[[], object]], *, warm_s: float = 0.0, replays: int = _REPLAYS
+) -> tuple[float, float, float]:
+    """Median and quartiles, in microseconds a call, of replays of one graph of all `calls`.
+
+    `warm_s`: replay it that long before. The clocks of a device under its power limit fall within tens of
+    milliseconds, so a kernel that draws much power is slower in the long run than in a short one.
+    """
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -97,9 +101,11 @@ def time_calls(calls: Sequence[Callable[[], object]], *, replays: int = _REPLAYS
         for call in calls:
             call()
     start_s = time.monotonic()
-    while time.monotonic() - start_s < _WARM_S:
+    while True:
         graph.replay()
         torch.cuda.synchronize()
+        if time.monotonic() - start_s >= warm_s:
+            break
     times = []
     for _ in range(replays):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -201,6 +207,7 @@ def measure_attention(
     lengths: Sequence[int] | None = None,
     call: Callable[..., None] = attend_into,
     check: bool = True,
+    warm_s: float = 0.0,
 ) -> Measurement:
     """Time one shape; `tiling` instead of the one that would be chosen."""
     num_tokens = shape.batch * shape.queries
@@ -213,7 +220,7 @@ def measure_attention(
     call(out, lse, *several[0].arguments, **options)
     errors = check_attention(several[0], out, lse) if check else (-1.0, -1.0)
     calls = [lambda one=one: call(out, lse, *one.arguments, **options) for one in several]
-    median, low, high = time_calls(calls)
+    median, low, high = time_calls(calls, warm_s=warm_s)
     return Measurement(median_us=median, low_us=low, high_us=high, out_error=errors[0], lse_error=errors[1])
 
 
@@ -243,11 +250,12 @@ def measure_exchange_local(
         lse_token_stride=part_heads * row // 2,
         lse_head_stride=row // 2,
     )
-    messages = [[pack(out, lse, parts, part_heads) for out, lse in zip(*turn, strict=True)]
-                for turn in zip(out_YZTHD, lse_YZTH, strict=True)]
+    messages = [
+        [pack(out, lse, parts, part_heads) for out, lse in zip(*turn, strict=True)]
+        for turn in zip(out_YZTHD, lse_YZTH, strict=True)
+    ]
     addresses = [
-        torch.tensor([message[0].data_ptr() for message in turn], dtype=torch.int64, device=device)
-        for turn in messages
+        torch.tensor([message[0].data_ptr() for message in turn], dtype=torch.int64, device=device) for turn in messages
     ]
     merged = torch.full((tokens, part_heads, width), torch.nan, dtype=torch.bfloat16, device=device)
     merge_peers(addresses[0], layout, merged)

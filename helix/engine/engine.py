@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from helix.config import LaunchEnv, RunConfig, config_to_dict, launch_env, make_
 from helix.engine.build import build_core, resolve_layout, resolve_spec
 from helix.engine.core import EngineCore, StepOps, StepSinks
 from helix.engine.generation import Generation, sample_batch
+from helix.engine.grammar import Grammars
 from helix.engine.join import end_on_sigterm, enter_world, follow, leave, share_cores
 from helix.engine.outputs import Output, Piece
 from helix.engine.request import Request
@@ -94,6 +94,7 @@ class Engine:
         path = Path(self.config.model.path) if self.config.model.path else None
         self.tokenizer = load_tokenizer(path) if path else None
         self.eos_token_ids = frozenset(generation_eos(path) if path else self.spec.eos_token_ids)
+        self._grammars = Grammars(self.tokenizer, self.spec.vocab_size, self.eos_token_ids)
         self._ranks = SpawnedRanks()
         self._generations: dict[int, Generation] = {}
         self._cancelled: list[int] = []
@@ -101,6 +102,7 @@ class Engine:
         self._next_id = itertools.count()
         self._lock = threading.RLock()
         self._closed = False
+        self._ended = threading.Event()
         self._failure: RankFailure | None = None
         self._tap: LayerTap | None = None
         self._threads = torch.get_num_threads()
@@ -159,6 +161,7 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
+            self._ended.set()
             if self._failure is None:
                 self._core.lead(StepOps(close=True), self._sinks())
                 self._core.world.close()
@@ -172,7 +175,7 @@ class Engine:
         """Monitor thread, plain process: another rank failed. Ending all ranks breaks the collective we may wait in."""
         self._failure = failure
         self._ranks.kill()
-        time.sleep(_GRACE_S)
+        self._ended.wait(_GRACE_S)
         if not self._closed and not self._lock_is_free():
             end_process(failure)
 
@@ -310,7 +313,8 @@ class Engine:
         )
         self._core.scheduler.check_fits(request)
         seed = params.seed if params.seed is not None else self.config.engine.seed + request_id
-        row = SampleRow(params, request.prompt_ids, request.output_ids, seed, self.eos_token_ids)
+        grammar = None if params.json_schema is None else self._grammars.compile(params.json_schema)
+        row = SampleRow(params, request.prompt_ids, request.output_ids, seed, self.eos_token_ids, grammar)
         return Generation(request, params, row, TextStream(self.tokenizer, params), keep_logits=logits_only)
 
     def submit(self, generations: Iterable[Generation]) -> None:

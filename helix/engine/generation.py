@@ -44,6 +44,8 @@ class Generation:
         """Take the token of a step; a stop string that it completes ends the generation here and now."""
         self.token_times.append(time.perf_counter())
         self.token_ids.append(token_id)
+        if self.row.grammar is not None:
+            self.row.grammar.accept(token_id)
         logprob = None
         if self.params.logprobs is not None and self.sampled is not None and self.sampled.logprob is not None:
             logprob = TokenLogprob(token_id, self.sampled.logprob, self.sampled.top_logprobs)

@@ -12,6 +12,7 @@ Three ways, same results:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -38,6 +39,8 @@ BatchTap: TypeAlias = Callable[[Batch, int, Tensor], None]
 
 # Time in which a graph's first run may compile its kernels before the rank counts as stalled.
 _CAPTURE_LIMIT_S = 300.0
+# Parts that the vocabulary is searched in, where it divides.
+_MAX_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +156,15 @@ def is_decode(plan: StepPlan, max_batch: int) -> bool:
 
 
 def best_tokens(logits_RV: Tensor) -> Tensor:
-    """int64 [R]: id of each row's largest logit, the lowest id among equals; `NOT_FINITE` where that is NaN or inf."""
-    best_R, token_R = logits_RV.max(dim=-1)
+    """int64 [R]: id of each row's largest logit, the lowest id among equals; `NOT_FINITE` where that is NaN or inf.
+
+    The vocabulary is searched in equal parts side by side: on a GPU one row alone would occupy one multiprocessor.
+    """
+    vocab = logits_RV.shape[1]
+    parts = math.gcd(vocab, _MAX_PARTS)
+    best_RP, place_RP = logits_RV.unflatten(1, (parts, -1)).max(dim=-1)
+    best_R, part_R = best_RP.max(dim=-1)
+    token_R = part_R * (vocab // parts) + place_RP.gather(1, part_R.unsqueeze(1)).squeeze(1)
     return torch.where(best_R.isfinite(), token_R, NOT_FINITE)
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from helix.engine.grammar import Grammar
 from helix.engine.sampling import SamplingParams
 
 Alternatives = tuple[tuple[int, float], ...]
@@ -35,7 +36,8 @@ _BLOCK_ENTRIES = 1 << 24
 class SampleRow:
     """One row of a step: whose token it is. May be kept from step to step; `output_ids` may be the live list.
 
-    `eos_token_ids` are masked, with the stop ids of `params`, until there are `min_tokens` output tokens.
+    `eos_token_ids` are masked, with the stop ids of `params`, until there are `min_tokens` output tokens. Tokens that
+    `grammar` does not allow are masked too.
     """
 
     params: SamplingParams
@@ -43,6 +45,7 @@ class SampleRow:
     output_ids: Sequence[int]
     seed: int
     eos_token_ids: frozenset[int]
+    grammar: Grammar | None = None
 
     @property
     def takes_best(self) -> bool:
@@ -50,7 +53,7 @@ class SampleRow:
         params = self.params
         plain = params.temperature == 0 and params.logprobs is None and not params.logit_bias
         penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        return plain and not penalty and len(self.output_ids) >= params.min_tokens
+        return plain and not penalty and self.grammar is None and len(self.output_ids) >= params.min_tokens
 
     @cached_property
     def prompt_set_P(self) -> Tensor:
@@ -146,7 +149,7 @@ def _mix64(value: int) -> int:
 
 
 def _edit(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Bias, penalties and the EOS mask of all rows, in a fp32 copy; the logits themselves where no row has any."""
+    """Bias, penalties, grammars and EOS masks, in a fp32 copy; the logits themselves where no row has any."""
     vocab_size = logits_RV.shape[1]
     bias: dict[int, float] = {}
     penalties: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -159,7 +162,8 @@ def _edit(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             seen_P, factor_P, minus_P = _penalty(row)
             penalties.append((seen_P + base, factor_P, minus_P))
-    if not bias and not penalties:
+    grammars = [(index, row.grammar) for index, row in enumerate(rows) if row.grammar is not None]
+    if not bias and not penalties and not grammars:
         return logits_RV
     edited_RV = logits_RV.to(torch.float32, copy=True)
     flat = edited_RV.view(-1)
@@ -173,6 +177,9 @@ def _edit(logits_RV: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         new = torch.where(old > 0, old / factor, old * factor) - minus
         limit = torch.finfo(torch.float32).max
         flat[where] = torch.where(old.isfinite(), new.clamp(-limit, limit), old).float()
+    for index, grammar in grammars:
+        banned_V = ~grammar.allowed(vocab_size)
+        edited_RV[index] += torch.zeros(vocab_size).masked_fill_(banned_V, -math.inf).to(edited_RV.device)
     return edited_RV
 
 

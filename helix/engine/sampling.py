@@ -35,6 +35,7 @@ class SamplingParams(BaseModel):
     `temperature`, `top_k`, `top_p`, `min_p`. `temperature=0` takes the best token and needs no filter.
     `logprobs` and `prompt_logprobs` count the alternatives listed beside each token's own log-probability, which is
     the model's own, before any of these changes. `stop` also takes one string, `logit_bias` a mapping.
+    With `json_schema` only tokens that keep the text a beginning of such JSON can be chosen.
 
     A wrong value, a wrong type or an unknown keyword raises `RequestError`.
     """
@@ -67,6 +68,7 @@ class SamplingParams(BaseModel):
         default=(), description=f"a mapping of token ids ({_ID_RANGE}) to numbers from -100 to 100"
     )
     skip_special_tokens: bool = Field(default=True, description="True or False")
+    json_schema: str | None = Field(default=None, min_length=1, description="the text of a JSON schema, or None")
 
     def __init__(self, **values: Any) -> None:
         """Checks every value; all faults are told in one `RequestError`."""
@@ -114,6 +116,15 @@ class SamplingParams(BaseModel):
             raise PydanticCustomError("logit_bias", "illegal bias")
         _check_ids(token_id for token_id, _ in value)
         return tuple(sorted(value))
+
+    @model_validator(mode="after")
+    def _check_json_schema(self) -> Self:
+        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            raise PydanticCustomError(
+                "json_schema",
+                "json_schema ends the text where its JSON is complete: leave out ignore_eos and min_tokens",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_min_tokens(self) -> Self:

@@ -1,28 +1,65 @@
 """Operations on paged KV and partial attention results: one file per operation, each with a plain PyTorch twin.
 
+The functions here take the implementation that belongs to the tensors' device; the twins' docstrings are the contract.
+
 Shape letters: T tokens of the step, S sequences, H query heads, K KV heads, D head width, P pages of the pool,
-B page_tokens, R page rows of one sequence, Z partials to merge (the KVP ranks).
+B page_tokens, R page rows of one sequence, Z partials to merge (the KVP ranks), C width of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
 from torch import Tensor
 
-from helix.kernels import append as append_twin
-from helix.kernels import attention as attention_twin
-from helix.kernels import merge as merge_twin
+from helix.kernels.append import append as append_twin
+from helix.kernels.attention import attend as attend_twin
+from helix.kernels.merge import merge as merge_twin
+from helix.kernels.norm import add_rms_norm as add_rms_norm_twin
+from helix.kernels.norm import rms_norm as rms_norm_twin
 
-__all__ = ["append", "attend", "merge"]
+__all__ = ["TWINS", "add_rms_norm", "append", "attend", "implementation", "merge", "rms_norm"]
+
+TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "add_rms_norm": add_rms_norm_twin,
+        "append": append_twin,
+        "attend": attend_twin,
+        "merge": merge_twin,
+        "rms_norm": rms_norm_twin,
+    }
+)
+# Where other devices' implementations are. These modules need a compiler, so they are imported on first use only.
+_MODULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "cuda": MappingProxyType(
+            {
+                "add_rms_norm": "helix.kernels.triton_norm",
+                "append": "helix.kernels.triton_append",
+                "attend": "helix.kernels.triton_attention",
+                "merge": "helix.kernels.triton_merge",
+                "rms_norm": "helix.kernels.triton_norm",
+            }
+        )
+    }
+)
+
+
+def implementation(operation: str, device_type: str) -> Callable[..., Any]:
+    """The function that does `operation` on tensors of this type of device; the PyTorch twin if there is no other."""
+    module = _MODULES.get(device_type, {}).get(operation)
+    if module is None:
+        return TWINS[operation]
+    function: Callable[..., Any] = getattr(import_module(module), operation)
+    return function
 
 
 def append(pool_PB: Tensor, values_T: Tensor, slot_T: Tensor) -> None:
-    """`helix.kernels.append.append`, on a GPU by the Triton kernel."""
-    if pool_PB.is_cuda:
-        from helix.kernels import triton_append
-
-        triton_append.append(pool_PB, values_T, slot_T)
-    else:
-        append_twin.append(pool_PB, values_T, slot_T)
+    """See `helix.kernels.append.append`."""
+    implementation("append", pool_PB.device.type)(pool_PB, values_T, slot_T)
 
 
 def attend(
@@ -34,19 +71,25 @@ def attend(
     visible_len_T: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`helix.kernels.attention.attend`, on a GPU by the Triton kernel."""
-    arguments = (q_THD, k_PBKD, v_PBKV, page_table_SR, query_start_S1, visible_len_T, scale)
-    if q_THD.is_cuda:
-        from helix.kernels import triton_attention
-
-        return triton_attention.attend(*arguments)
-    return attention_twin.attend(*arguments)
+    """See `helix.kernels.attention.attend`."""
+    function = implementation("attend", q_THD.device.type)
+    result: tuple[Tensor, Tensor] = function(q_THD, k_PBKD, v_PBKV, page_table_SR, query_start_S1, visible_len_T, scale)
+    return result
 
 
 def merge(out_ZTHD: Tensor, lse_ZTH: Tensor) -> tuple[Tensor, Tensor]:
-    """`helix.kernels.merge.merge`, on a GPU by the Triton kernel."""
-    if out_ZTHD.is_cuda:
-        from helix.kernels import triton_merge
+    """See `helix.kernels.merge.merge`."""
+    result: tuple[Tensor, Tensor] = implementation("merge", out_ZTHD.device.type)(out_ZTHD, lse_ZTH)
+    return result
 
-        return triton_merge.merge(out_ZTHD, lse_ZTH)
-    return merge_twin.merge(out_ZTHD, lse_ZTH)
+
+def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """See `helix.kernels.norm.rms_norm`."""
+    result: Tensor = implementation("rms_norm", x_TC.device.type)(x_TC, weight_C, eps)
+    return result
+
+
+def add_rms_norm(x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `helix.kernels.norm.add_rms_norm`."""
+    result: tuple[Tensor, Tensor] = implementation("add_rms_norm", x_TC.device.type)(x_TC, residual_TC, weight_C, eps)
+    return result

@@ -1,4 +1,4 @@
-"""Append on a GPU in Triton: the contract of `helix.kernels.append.append`, without asking the device which rows are ours.
+"""Append on a GPU in Triton: the contract of `helix.kernels.append.append`, and no wait to learn which rows are ours.
 
 Letters: T tokens, P pages, B page_tokens, K rows of a token (KV heads, or 1 for latents), D width of a row.
 """

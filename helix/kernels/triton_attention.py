@@ -28,13 +28,16 @@ _MAX_SPLIT_BLOCKS = 1024
 # Query blocks x KV heads per worker from which splitting has nothing left to balance.
 _WHOLE_BLOCKS_FROM = 16
 _LOG2_E = 1.4426950408889634
+_MERGE_CONSTANTS = ("G", "K", "BLOCK_Q", "HEAD_BLOCKS", "M", "N", "MIN_TILES", "PAD")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
     """How one call is cut: M rows by N slots a tile, and how the programs that read them are built and counted.
 
-    `min_tiles` is the least run of tiles worth a worker: a shorter one costs more to merge than it saves.
+    `stages` tiles are in flight or in use at once. `min_tiles` is the least run of tiles worth a worker: a shorter one
+    costs more to merge than it saves. `swap`: keys take the side of a matrix product that has 64 places at least, so
+    that few rows waste none of it. `roles`: the kernel of `gluon_latent`, whose warps divide the work by kind.
     """
 
     rows: int
@@ -45,31 +48,28 @@ class Tiling:
     min_tiles: int = 2
     swap: bool = False
     roles: bool = False
-    ordered: bool = True
-    dependent: bool = True
-    evict: str = ""
-    merge_parts: int = 0
-    merge_columns: int = 0
 
 
-def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared: bool) -> Tiling:
-    """Tiling measured to be best on an H200 for `rows` query rows over rows of `width` (+ `v_width`) values.
+def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared: bool, roles: bool) -> Tiling:
+    """The tiling that was best on an H200 for `rows` query rows over cache rows of `width` (and `v_width`) values.
 
-    `shared`: values are the first columns of the keys, as for MLA latents.
+    `shared`: values are the first columns of the keys, as for MLA latents. `roles`: `gluon_latent` can be used.
     """
+    rows = min(triton.next_power_of_2(rows), 128)
+    row_bytes = (_pad(width) if shared else _pad(width) + _pad(v_width)) * itemsize
+    if roles:
+        rows = 8 if rows <= 8 else 16 if rows <= 16 else 64
+        return Tiling(rows=rows, slots=64, warps=4, stages=3 if rows == 8 else 2, workers_per_sm=1, roles=True)
     rows = max(rows, 16)
-    row_bytes = (width if shared else width + v_width) * itemsize
     if itemsize > 2:
-        return Tiling(rows=min(rows, 32), slots=32 if row_bytes <= 2560 else 16, warps=4, stages=2, workers_per_sm=1)
-    if rows <= 16:
-        if row_bytes <= 512:
-            return Tiling(rows=16, slots=128, warps=4, stages=3, workers_per_sm=2)
-        return Tiling(rows=16, slots=64, warps=4, stages=2, workers_per_sm=2)
-    if v_width > 256:
-        return Tiling(rows=min(rows, 64), slots=64, warps=8 if rows > 32 else 4, stages=2, workers_per_sm=1)
-    if rows <= 64:
-        return Tiling(rows=rows, slots=64, warps=4, stages=3, workers_per_sm=2 if row_bytes <= 512 else 1)
-    return Tiling(rows=128, slots=64, warps=8, stages=3, workers_per_sm=1)
+        return Tiling(rows=min(rows, 32), slots=32 if row_bytes <= 2048 else 16, warps=4, stages=2, workers_per_sm=1)
+    if row_bytes > 1024:
+        return Tiling(rows=min(rows, 64), slots=64, warps=8, stages=3 if rows <= 16 else 2, workers_per_sm=1)
+    if rows <= 32:
+        workers = 2 if row_bytes <= 512 else 1
+        return Tiling(rows=rows, slots=64, warps=4, stages=3, workers_per_sm=workers, swap=True)
+    rows = rows if row_bytes <= 512 else 64
+    return Tiling(rows=rows, slots=64, warps=8 if rows > 64 else 4, stages=3, workers_per_sm=1)
 
 
 @triton.jit
@@ -98,13 +98,13 @@ def _slots(table_row, tile, length, N: tl.constexpr, PAGE_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(pool, slot_n, stride, live_n, d_d, D: tl.constexpr, EVICT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(pool, slot_n, stride, live_n, d_d, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """[N, D_PAD] rows of the pool; zeros past the length, so that memory never written reaches no sum."""
     pointers = pool + slot_n[:, None] * stride + d_d[None, :]
-    if D == d_d.shape[0]:
-        return tl.load(pointers, mask=live_n[:, None], other=0.0, eviction_policy=EVICT)
+    if d_d.shape[0] == D:
+        return tl.load(pointers, mask=live_n[:, None], other=0.0)
     else:  # noqa: RET505
-        return tl.load(pointers, mask=live_n[:, None] & (d_d < D)[None, :], other=0.0, eviction_policy=EVICT)
+        return tl.load(pointers, mask=live_n[:, None] & (d_d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_sequences", "num_workers", "table_stride"])
@@ -154,7 +154,6 @@ def _attend(  # type: ignore[no-untyped-def]
     PAD: tl.constexpr,
     SPLIT: tl.constexpr,
     SWAP: tl.constexpr,
-    EVICT: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -231,21 +230,18 @@ def _attend(  # type: ignore[no-untyped-def]
             slot_n = slot + offset_n if PAGE_TOKENS % N == 0 else slot
             # The next tile's pages are asked for here, a tile ahead of the rows that they lead to.
             slot = _slots(table_row, t + 1, length, N, PAGE_TOKENS)
-            k1_nd = _load_rows(k_pool, slot_n, k_slot_stride, live_n, d1_d, D1, EVICT)
+            k1_nd = _load_rows(k_pool, slot_n, k_slot_stride, live_n, d1_d, D1)
             if SWAP:
                 score_nm = tl.dot(k1_nd, q1_md.T, input_precision=PRECISION)
             else:
                 score_mn = tl.dot(q1_md, k1_nd.T, input_precision=PRECISION)
             if D2 > 0:
-                k2_nd = _load_rows(k_pool + D1, slot_n, k_slot_stride, live_n, d2_d, D2, EVICT)
+                k2_nd = _load_rows(k_pool + D1, slot_n, k_slot_stride, live_n, d2_d, D2)
                 if SWAP:
                     score_nm = tl.dot(k2_nd, q2_md.T, score_nm, input_precision=PRECISION)
                 else:
                     score_mn = tl.dot(q2_md, k2_nd.T, score_mn, input_precision=PRECISION)
-            if SHARED:
-                v_nv = k1_nd
-            else:
-                v_nv = _load_rows(v_pool, slot_n, v_slot_stride, live_n, v_v, V, EVICT)
+            v_nv = k1_nd if SHARED else _load_rows(v_pool, slot_n, v_slot_stride, live_n, v_v, V)
             if SWAP:
                 seen_nm = position_n[:, None] < visible_m[None, :] if BLOCK_Q > 1 else live_n[:, None]
                 score_nm = tl.where(seen_nm, score_nm, float("-inf"))
@@ -426,110 +422,81 @@ def attend_into(
     """
     if q_THD.shape[0] == 0:
         return
-    if q_THD.stride(2) != 1:
-        q_THD = q_THD.contiguous()
+    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
     call = _Call.of(q_THD, k_PBKD, v_PBKV, query_start_S1, tiling, num_workers)
-    device, tiling, constants = q_THD.device, call.tiling, call.constants()
-    part = part_lse = lse_TH
-    if call.split:
-        rows = 2 * call.num_workers * call.head_blocks * tiling.rows
-        part = torch.empty(rows, call.v_pad, dtype=torch.float32, device=device)
-        part_lse = torch.empty(rows, dtype=torch.float32, device=device)
-    plan, length = visible_len_T, visible_len_T
+    part, part_lse = call.partials(lse_TH)
+    plan = length = visible_len_T
     if call.block_q > 1:
-        plan = length = torch.empty(3, call.num_blocks, dtype=torch.int32, device=device)
+        plan = length = torch.empty(3, call.num_blocks, dtype=torch.int32, device=q_THD.device)
         _plan[(call.num_blocks,)](
             query_start_S1, visible_len_T, plan, call.num_blocks, call.num_sequences, BLOCK_Q=call.block_q, num_warps=1
         )
-    programs = (call.num_workers if call.split else call.num_blocks * call.num_kv_heads) * call.head_blocks
-    dependent = device.type == "cuda" and tiling.dependent
-    options = {"launch_pdl": True} if dependent else {}
-    if tiling.roles:
-        latent = {name: constants[name] for name in ("G", "BLOCK_Q", "HEAD_BLOCKS", "N", "MIN_TILES", "PAD")}
+    tensors = (
+        page_table_SR,
+        query_start_S1,
+        visible_len_T,
+        length,
+        plan,
+        out_THV,
+        lse_TH,
+        part,
+        part_lse,
+    )
+    numbers = (scale * _LOG2_E, call.num_blocks, call.num_sequences, call.num_workers, page_table_SR.stride(0))
+    out_strides = (*out_THV.stride()[:2], *lse_TH.stride())
+    if call.tiling.roles:
         gluon_latent.attend_tiles(
-            q_THD,
-            k_PBKD,
-            (page_table_SR, query_start_S1, visible_len_T, length, plan, out_THV, lse_TH, part, part_lse),
-            (
-                scale * _LOG2_E,
-                call.num_blocks,
-                call.num_sequences,
-                call.num_workers,
-                page_table_SR.stride(0),
-                *out_THV.stride()[:2],
-                *lse_TH.stride(),
-            ),
-            {**latent, "PAGE_TOKENS": k_PBKD.shape[1]},
-            programs=programs,
-            buffers=tiling.stages,
-            ordered=tiling.ordered,
-            options={**options, "DEPENDENT": dependent},
+            q_THD, k_PBKD, tensors, (*numbers, *out_strides), call.constants(), call.options(), call.num_programs
         )
     else:
-        _attend[(programs,)](
+        _attend[(call.num_programs,)](
             q_THD,
             k_PBKD,
             v_PBKV,
-            page_table_SR,
-            query_start_S1,
-            visible_len_T,
-            length,
-            plan,
-            out_THV,
-            lse_TH,
-            part,
-            part_lse,
-            scale * _LOG2_E,
-            call.num_blocks,
-            call.num_sequences,
-            call.num_workers,
-            page_table_SR.stride(0),
+            *tensors,
+            *numbers,
             *q_THD.stride()[:2],
             *k_PBKD.stride()[1:3],
             *v_PBKV.stride()[1:3],
-            *out_THV.stride()[:2],
-            *lse_TH.stride(),
-            **constants,
-            D1=call.d1,
-            D1_PAD=_pad(call.d1),
-            D2=call.d2,
-            D2_PAD=_pad(call.d2),
-            SHARED=call.shared,
-            PAGE_TOKENS=k_PBKD.shape[1],
-            SPLIT=call.split,
-            SWAP=tiling.swap,
-            EVICT=tiling.evict,
+            *out_strides,
+            **call.constants(),
+            **call.options(),
+            **call.widths(),
             PRECISION="ieee" if q_THD.dtype == torch.float32 else None,
-            DEPENDENT=dependent,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            **options,
+            num_warps=call.tiling.warps,
+            num_stages=call.tiling.stages,
         )
     if call.split:
-        expected = 2 * call.num_workers // max(call.num_blocks * call.num_kv_heads, 1)
-        parts = tiling.merge_parts or min(max(triton.next_power_of_2(expected), 8), 256)
-        columns = min(call.v_pad, tiling.merge_columns or max(8192 // parts, 32), 256)
-        _merge_runs[
-            (call.num_blocks * call.num_kv_heads * call.group * call.block_q, triton.cdiv(call.v_width, columns))
-        ](
-            part,
-            part_lse,
-            query_start_S1,
-            length,
-            plan,
-            out_THV,
-            lse_TH,
-            call.num_blocks,
-            call.num_workers,
-            *out_THV.stride()[:2],
-            *lse_TH.stride(),
-            **constants,
-            COLUMNS=columns,
-            PARTS=parts,
-            DEPENDENT=dependent,
-            num_warps=8 if parts * columns >= 8192 else 4,
-            **options,
-        )
+        _launch_merge(call, tensors, out_strides)
+
+
+def _launch_merge(call: _Call, tensors: tuple[Tensor, ...], out_strides: tuple[int, ...]) -> None:
+    """Put the unfinished blocks together; one that a worker did alone costs a look at the lengths."""
+    _, start, _, length, plan, out_THV, lse_TH, part, part_lse = tensors
+    # As many partial results at a time as are to be expected, since each round waits for memory once.
+    expected = 2 * call.num_workers // (call.num_blocks * call.num_kv_heads)
+    parts = min(max(triton.next_power_of_2(expected), 8), 256)
+    columns = min(call.v_pad, max(8192 // parts, 32), 256)
+    constants = {name: call.constants()[name] for name in _MERGE_CONSTANTS}
+    _merge_runs[(call.num_blocks * call.block_q * call.num_heads, triton.cdiv(call.v_width, columns))](
+        part,
+        part_lse,
+        start,
+        length,
+        plan,
+        out_THV,
+        lse_TH,
+        call.num_blocks,
+        call.num_workers,
+        *out_strides,
+        **constants,
+        **call.options(),
+        V=call.v_width,
+        V_PAD=call.v_pad,
+        COLUMNS=columns,
+        PARTS=parts,
+        num_warps=8 if parts * columns >= 8192 else 4,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,14 +504,15 @@ class _Call:
     """What of one call is known on the host."""
 
     tiling: Tiling
+    device: torch.device
+    page_tokens: int
     num_blocks: int
     num_sequences: int
     num_workers: int
+    num_heads: int
     num_kv_heads: int
-    group: int
     block_q: int
-    d1: int
-    d2: int
+    width: int
     v_width: int
     shared: bool
 
@@ -568,25 +536,24 @@ class _Call:
         # Tokens of a sequence that are read together: as many as it has on average, so one each in a decode step.
         tokens = triton.next_power_of_2(triton.cdiv(num_tokens, sequences))
         if tiling is None:
-            tiling = choose_tiling(
-                triton.next_power_of_2(min(tokens, 128) * group), width, v_width, k_PBKD.element_size(), shared=shared
-            )
+            few = min(tokens, 128) * group
+            roles = shared and num_tokens + sequences <= gluon_latent.MAX_BLOCKS and gluon_latent.fits(q_THD, k_PBKD)
+            tiling = choose_tiling(few, width, v_width, k_PBKD.element_size(), shared=shared, roles=roles)
         block_q = max(min(tokens, tiling.rows // group), 1)
-        num_blocks = num_tokens if block_q == 1 else num_tokens // block_q + sequences
-        head_blocks = triton.cdiv(group, tiling.rows)
         if num_workers is None:
             processors = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
-            num_workers = processors * tiling.workers_per_sm // head_blocks
+            num_workers = max(processors * tiling.workers_per_sm // triton.cdiv(group, tiling.rows), 1)
         return cls(
             tiling=tiling,
-            num_blocks=num_blocks,
+            device=q_THD.device,
+            page_tokens=page_tokens,
+            num_blocks=num_tokens if block_q == 1 else num_tokens // block_q + sequences,
             num_sequences=sequences,
             num_workers=num_workers,
+            num_heads=num_heads,
             num_kv_heads=kv_heads,
-            group=group,
             block_q=block_q,
-            d1=v_width if shared else width,
-            d2=width - v_width if shared else 0,
+            width=width,
             v_width=v_width,
             shared=shared,
         )
@@ -594,7 +561,7 @@ class _Call:
     @property
     def head_blocks(self) -> int:
         """Blocks of rows that the heads of one group take; they read the same keys side by side."""
-        return triton.cdiv(self.group, self.tiling.rows)
+        return triton.cdiv(self.num_heads // self.num_kv_heads, self.tiling.rows)
 
     @property
     def split(self) -> bool:
@@ -605,32 +572,67 @@ class _Call:
         return few and max(self.num_blocks, self.num_sequences) <= _MAX_SPLIT_BLOCKS
 
     @property
+    def num_programs(self) -> int:
+        return (self.num_workers if self.split else self.num_blocks * self.num_kv_heads) * self.head_blocks
+
+    @property
     def v_pad(self) -> int:
         return _pad(self.v_width)
 
+    def partials(self, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for the unfinished blocks of every worker, or a stand-in where there are none."""
+        if not self.split:
+            return lse_TH, lse_TH
+        rows = 2 * self.num_workers * self.head_blocks * self.tiling.rows
+        part = torch.empty(rows, self.v_pad, dtype=torch.float32, device=self.device)
+        return part, torch.empty(rows, dtype=torch.float32, device=self.device)
+
     def constants(self) -> dict[str, int]:
-        """What both kernels are compiled for."""
+        """What all kernels are compiled for."""
         return {
-            "G": self.group,
+            "G": self.num_heads // self.num_kv_heads,
             "K": self.num_kv_heads,
-            "V": self.v_width,
-            "V_PAD": self.v_pad,
             "BLOCK_Q": self.block_q,
             "HEAD_BLOCKS": self.head_blocks,
             "M": self.tiling.rows,
             "N": self.tiling.slots,
+            "PAGE_TOKENS": self.page_tokens,
             "MIN_TILES": self.tiling.min_tiles,
             "PAD": _padded_count(max(self.num_blocks if self.split else 1, self.num_sequences)),
         }
 
+    def widths(self) -> dict[str, int | bool]:
+        """What only `_attend` is compiled for. Keys are one part, or the one that is the values too and another."""
+        first = self.v_width if self.shared else self.width
+        second = self.width - first
+        return {
+            "D1": first,
+            "D1_PAD": _pad(first),
+            "D2": second,
+            "D2_PAD": _pad(second),
+            "V": self.v_width,
+            "V_PAD": self.v_pad,
+            "SHARED": self.shared,
+            "SPLIT": self.split,
+            "SWAP": self.tiling.swap,
+        }
+
+    def options(self) -> dict[str, bool]:
+        """On Hopper and later a kernel may be made ready while the one before it still runs (dependent launch)."""
+        if self.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(self.device) < (9, 0):
+            return {"DEPENDENT": False}
+        return {"DEPENDENT": True, "launch_pdl": True}
+
 
 def _pad(width: int) -> int:
     """The block width for `width` values: a power of two, and at least what a matrix instruction takes."""
-    return max(triton.next_power_of_2(width), 16) if width else 0
+    padded: int = triton.next_power_of_2(width)
+    return max(padded, 16) if width else 0
 
 
 def _padded_count(count: int) -> int:
     """Few sizes, since each is compiled anew; one block needs no search."""
     if count == 1:
         return 1
-    return 64 if count <= 64 else max(triton.next_power_of_2(count), _MAX_SPLIT_BLOCKS)
+    padded: int = triton.next_power_of_2(count)
+    return 64 if count <= 64 else max(padded, _MAX_SPLIT_BLOCKS)

@@ -260,4 +260,5 @@ def pack(out_THD: Tensor, lse_TH: Tensor, num_parts: int, part_heads: int) -> Te
 
 def _parts_at_once(num_parts: int, columns: int) -> int:
     """How many parts a program reads together: enough to hide the way to a peer, few enough for its registers."""
-    return min(triton.next_power_of_2(num_parts), max(4096 // columns, 1))
+    padded: int = triton.next_power_of_2(num_parts)
+    return min(padded, max(4096 // columns, 1))

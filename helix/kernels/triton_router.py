@@ -40,13 +40,14 @@ def _route(  # type: ignore[no-untyped-def]
     choice_e = score_e
     if BIAS:
         choice_e += tl.load(bias_ptr + expert_e, mask=there_e, other=0.0)
+    # Comparisons with NaN would let the lanes of a reduction disagree; chosen first, it stays loud in the weight.
+    choice_e = tl.where(choice_e == choice_e, choice_e, float("inf"))
     choice_e = tl.where(there_e, choice_e, float("-inf"))
     place_k = tl.arange(0, TOP_PAD)
     best_k = tl.zeros((TOP_PAD,), tl.int32)
     weight_k = tl.zeros((TOP_PAD,), tl.float32)
     for place in range(TOP):
-        # NaN may win at a padded place: the id stays legal, and the weight stays NaN.
-        best = tl.minimum(tl.argmax(choice_e, 0), E - 1)
+        best = tl.argmax(choice_e, 0)
         weight = tl.sum(tl.where(expert_e == best, score_e, 0.0), 0)
         best_k = tl.where(place_k == place, best, best_k)
         weight_k = tl.where(place_k == place, weight, weight_k)

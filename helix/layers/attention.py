@@ -75,9 +75,7 @@ class Attention(nn.Module):
         self.group = mesh.world
 
     def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        q_THD, k_TKD, v_TKD = self._project(x_TC, rotary)
-        append(cache.k, k_TKD, batch.slot_T)
-        append(cache.v, v_TKD, batch.slot_T)
+        q_THD = self._project(x_TC, batch, cache, rotary)
         out_THD, lse_TH = attend(
             q_THD,
             cache.k,
@@ -91,16 +89,21 @@ class Attention(nn.Module):
         y_TC = self.group.all_reduce(self.out(out_ThD.flatten(1)))
         return y_TC if self.out_bias is None else y_TC + self.out_bias
 
-    def _project(self, x_TC: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotated queries of this rank's heads; the tokens' keys and values are appended to the cache."""
         heads_THD = self.qkv(x_TC).unflatten(-1, (-1, self.spec.head_dim))
         num_q, num_kv = self.shard.num_q, self.shard.num_kv
+        interleaved = self.spec.rotary.interleaved
+        if heads_THD.is_cuda and self.q_norm is None:
+            from helix.kernels.triton_heads import store_heads
+
+            return store_heads(heads_THD, num_q, rotary, cache.k, cache.v, batch.slot_T, interleaved=interleaved)
         q_THD, k_TKD, v_TKD = heads_THD.split((num_q, num_kv, num_kv), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        interleaved = self.spec.rotary.interleaved
-        q_THD = apply_rotary(q_THD, *rotary, interleaved=interleaved)
-        k_TKD = apply_rotary(k_TKD, *rotary, interleaved=interleaved)
-        return q_THD, k_TKD, v_TKD
+        append(cache.k, apply_rotary(k_TKD, *rotary, interleaved=interleaved), batch.slot_T)
+        append(cache.v, v_TKD, batch.slot_T)
+        return apply_rotary(q_THD, *rotary, interleaved=interleaved)
 
 
 def _qkv_pieces(name: str, kind: str, spec: ModelSpec, shard: AttentionShard) -> tuple[Piece, ...]:

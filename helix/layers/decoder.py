@@ -70,12 +70,16 @@ class Block(nn.Module):
                 device=device,
             )
 
-    def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x_TC, normal_TC = self.ffn_norm.after_adding(
-            x_TC, self.attention(self.attention_norm(x_TC), batch, cache, rotary)
-        )
-        y_TC: Tensor = x_TC + self.ffn(normal_TC)
-        return y_TC
+    def forward(
+        self, x_TC: Tensor, add_TC: Tensor | None, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream is ``x + add``, before and after: each addition is made by the norm that follows it."""
+        if add_TC is None:
+            normal_TC = self.attention_norm(x_TC)
+        else:
+            x_TC, normal_TC = self.attention_norm.after_adding(x_TC, add_TC)
+        x_TC, normal_TC = self.ffn_norm.after_adding(x_TC, self.attention(normal_TC, batch, cache, rotary))
+        return x_TC, self.ffn(normal_TC)
 
 
 class Decoder(nn.Module):
@@ -108,11 +112,12 @@ class Decoder(nn.Module):
         rotary = self.rotary.tables(batch.position_T, batch.rotary_len_T)
         if tap is not None:
             tap(-1, x_TC)
+        add_TC: Tensor | None = None
         for index, (layer, pools) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            x_TC = layer(x_TC, batch, pools, rotary)
+            x_TC, add_TC = layer(x_TC, add_TC, batch, pools, rotary)
             if tap is not None:
-                tap(index, x_TC)
-        return x_TC
+                tap(index, x_TC + add_TC)
+        return x_TC if add_TC is None else x_TC + add_TC
 
     def logits(self, x_RC: Tensor) -> Tensor:
         """fp32 logits [R, V] of hidden states [R, C], on every rank."""

@@ -62,6 +62,8 @@ class Head(nn.Module):
             local_RV = self.linear(x_RC)
         else:
             raise ValueError("a head needs a weight of its own or a tied embedding")
+        if self.group.size == 1:
+            return local_RV.float()[:, : self.vocab.total]
         local_RV = local_RV.float().contiguous()
         parts_NRV = self.group.all_gather(local_RV.new_empty(self.group.size, *local_RV.shape), local_RV)
         return parts_NRV.movedim(0, 1).flatten(1)[:, : self.vocab.total]

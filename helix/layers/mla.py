@@ -131,9 +131,10 @@ def _select(batch: Batch, chosen: list[bool], expanded: bool) -> Part:
 
 
 class LatentInputs(nn.Module):
-    """From hidden states to the queries of `heads` and to every token's latent. Both down-projections are one product.
+    """From hidden states to the queries of `heads`, and to every token's latent in the cache.
 
-    Without a query latent (``q_lora_rank`` null) ``q_proj`` takes the place of the query's down-projection.
+    Both down-projections are one product. Without a query latent (``q_lora_rank`` null) ``q_proj`` takes the place of
+    the query's down-projection.
     """
 
     def __init__(
@@ -170,17 +171,25 @@ class LatentInputs(nn.Module):
         self.kv_norm = RMSNorm(norm_name, mla.kv_lora_rank, LATENT_NORM_EPS, dtype=dtype, device=device)
 
     def forward(self, x_TC: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotated queries [T, G, Q] and what the cache keeps [T, 1, W]."""
-        query, latent_TL, rope_TR = self.down(x_TC).split(
-            (self.query_width, self.mla.kv_lora_rank, self.mla.rope_dim), dim=-1
-        )
+        """Rotated queries [T, G, Q], and raw latents [T, W] for `store`."""
+        query, latent_TW = self.down(x_TC).split((self.query_width, self.latent_width), dim=-1)
         if self.q_norm is not None and self.q_up is not None:
             query = self.q_up(self.q_norm(query))
         query_TGQ = query.unflatten(-1, (-1, self.mla.nope_dim + self.mla.rope_dim))
         query_TGQ = apply_rotary(query_TGQ, *rotary, interleaved=self.interleaved, start=self.mla.nope_dim)
+        return query_TGQ, latent_TW
+
+    def store(self, latent_TW: Tensor, rotary: tuple[Tensor, Tensor], pool_PB1W: Tensor, slot_T: Tensor) -> None:
+        """Norm the latents, rotate the part that all heads share, and append both to this rank's pages."""
+        if latent_TW.is_cuda:
+            from helix.kernels.triton_latent import store_latents
+
+            weight, eps = self.kv_norm.weight, self.kv_norm.eps
+            store_latents(latent_TW, weight, eps, rotary, pool_PB1W, slot_T, interleaved=self.interleaved)
+            return
+        latent_TL, rope_TR = latent_TW.split((self.mla.kv_lora_rank, self.mla.rope_dim), dim=-1)
         rope_T1R = apply_rotary(rope_TR.unsqueeze(1), *rotary, interleaved=self.interleaved)
-        latent_T1L = self.kv_norm(latent_TL).unsqueeze(1)
-        return query_TGQ, torch.cat((latent_T1L, rope_T1R), -1)
+        append(pool_PB1W, torch.cat((self.kv_norm(latent_TL).unsqueeze(1), rope_T1R), -1), slot_T)
 
 
 class UpProjection(nn.Module):
@@ -261,8 +270,8 @@ class MLA(nn.Module):
         self.kvp, self.group = mesh.kvp, mesh.world
 
     def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        q_TGQ, latent_T1W = self.inputs(x_TC, rotary)
-        append(cache.k, latent_T1W, batch.slot_T)
+        q_TGQ, latent_TW = self.inputs(x_TC, rotary)
+        self.inputs.store(latent_TW, rotary, cache.k, batch.slot_T)
         parts = split_by_form(batch, self.threshold)
         outs = [self._attend(part, q_TGQ, cache) for part in parts]
         out_ThV = outs[0]

@@ -28,7 +28,9 @@ from helix.model_spec import ModelSpec
 from helix.weights import Piece, block
 
 # Up to here reading experts once for each token costs less than sorting the tokens by expert.
-FEW_TOKENS = 8
+FEW_TOKENS = 4
+# Up to here the weights' way from memory takes longer than the arithmetic; and the pairs that one kernel can sort.
+SMALL_BATCH, SMALL_PAIRS = 128, 1024
 _ALIGNED_BYTES = 16
 
 
@@ -143,15 +145,18 @@ def expert_products(
     sum.
 
     On a GPU up to `FEW_TOKENS` tokens go to `helix.kernels.triton_experts`, which reads each token's experts as they
-    lie. More of them, in bf16 and with strides of whole 16 bytes, go to `products_grouped`: grouped products between
-    parts of DeepSpeed, which for large T are bound by arithmetic. Neither asks the host, so a step can be captured in a
-    graph. Everywhere else, on a CPU above all, `products_by_loop` is the plain form of the same: it touches the experts
-    that are hit and no others.
+    lie, and up to `SMALL_BATCH` to `helix.kernels.triton_grouped`, which reads each expert once. More of them, in bf16
+    and with strides of whole 16 bytes, go to `products_grouped`: grouped products between parts of DeepSpeed, which for
+    large T are bound by arithmetic. None asks the host, so a step can be captured in a graph. Everywhere else, on a CPU
+    above all, `products_by_loop` is the plain form of the same: it touches the experts that are hit and no others.
     """
-    if x_TC.is_cuda and x_TC.shape[0] <= FEW_TOKENS and activation == "silu":
-        from helix.kernels import triton_experts
+    small = x_TC.shape[0] <= SMALL_BATCH and expert_Tk.numel() <= SMALL_PAIRS
+    if x_TC.is_cuda and small and activation == "silu":
+        from helix.kernels import triton_experts, triton_grouped
 
-        return triton_experts.expert_products(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW)
+        kernel = triton_experts if x_TC.shape[0] <= FEW_TOKENS else triton_grouped
+        y_TC: Tensor = kernel.expert_products(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW)
+        return y_TC
     if x_TC.is_cuda and x_TC.dtype is torch.bfloat16 and _aligned(gate_up_EWC, down_ECW):
         return products_grouped(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
     return products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)

@@ -1,10 +1,11 @@
-"""RMSNorm, computed in fp32 and returned in the input's dtype; on a GPU by `helix.kernels.triton_norm`."""
+"""RMSNorm, computed in fp32 and returned in the input's dtype."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from helix.kernels import add_rms_norm, rms_norm
 from helix.weights import whole
 
 
@@ -18,19 +19,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            from helix.kernels.triton_norm import rms_norm
-
-            return rms_norm(x, self.weight, self.eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x_TC: Tensor, add_TC: Tensor) -> tuple[Tensor, Tensor]:
         """``x + add``, and its norm."""
-        if x_TC.is_cuda:
-            from helix.kernels.triton_norm import add_rms_norm
-
-            return add_rms_norm(x_TC, add_TC, self.weight, self.eps)
-        x_TC = x_TC + add_TC
-        return x_TC, self(x_TC)
+        normal_TC, total_TC = add_rms_norm(x_TC, add_TC, self.weight, self.eps)
+        return total_TC, normal_TC

@@ -210,7 +210,7 @@ class Desk:
                 self._take(engine)
                 if engine.has_work:
                     engine.step()
-                self._deliver()
+                self._deliver(engine)
             while engine.has_work:  # the last cancellations
                 self._take(engine)
                 engine.step()
@@ -249,14 +249,17 @@ class Desk:
             self._open.pop(ticket.generation.request.request_id, None)
         engine.cancel(ticket.generation for ticket in tickets)
 
-    def _deliver(self) -> None:
+    def _deliver(self, engine: Engine) -> None:
         deliveries = []
+        finished = []
         for request_id, ticket in list(self._open.items()):
             pieces = ticket.generation.take_pieces()
             if pieces:
                 deliveries.append((ticket, pieces))
             if ticket.generation.finished:
                 del self._open[request_id]
+                finished.append(ticket.generation)
+        engine.cancel(finished)  # nobody asks the engine for them again
         if deliveries and self._loop is not None:
             self._loop.call_soon_threadsafe(self._hand_out, deliveries)
 

@@ -28,6 +28,8 @@ log = logging.getLogger("helix")
 
 _FLUSH_S = 5
 """How long answers that are complete may take to leave once the last generation is done."""
+_KEEP_ALIVE_S = 75
+"""Longer than clients and load balancers keep an idle connection, so that the server is not the one to close it."""
 
 
 def serve(config: RunConfig, open_engine: Callable[[RunConfig], Engine]) -> None:
@@ -114,6 +116,7 @@ class _Http:
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=_FLUSH_S,
+                timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
         self._thread = threading.Thread(target=self._run, args=(service.desk, listener), name="helix-http", daemon=True)

@@ -6,6 +6,7 @@ value that would have to be ignored: an answer is what was asked for, or it is n
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -46,10 +47,28 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
-class ResponseFormat(_Body):
-    """Form of the text. Only free text: there is no grammar in the sampler."""
+class JsonSchema(_Body):
+    """A schema, and what people call it. It is always followed strictly."""
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """Form of the text: free, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def schema_text(self) -> str | None:
+        """The JSON schema that the text must follow, None where it is free; raises `ApiError`."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise bad_request("response_format: json_schema must be given for type json_schema, and only there")
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        return None if self.json_schema is None else json.dumps(self.json_schema.schema_)
 
 
 class _Generate(_Body):
@@ -192,6 +211,8 @@ class ChatRequest(_Generate):
         values: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
         if self.logprobs:
             values["logprobs"] = self.top_logprobs or 0
+        if self.response_format is not None:
+            values["json_schema"] = self.response_format.schema_text()
         return values
 
 

@@ -26,7 +26,7 @@ def gpu_engine(path: str, graphs: str, dtype: str = "bfloat16", max_batch: int =
     sections: dict[str, Any] = {
         "model": {"path": path, "dtype": dtype},
         "cache": {"page_tokens": 16, "num_page_rows": 64},
-        "engine": {"device": "cuda", "max_batch": max_batch, "prefill_chunk": 64, "max_context": 256, "graphs": graphs},
+        "engine": {"device": "cuda", "max_batch": max_batch, "prefill_chunk": 64, "max_context": 128, "graphs": graphs},
     }
     with Engine(**sections) as engine:
         yield engine
@@ -49,10 +49,10 @@ def mixed_steps(engine: Engine, num_steps: int, check: bool) -> tuple[list[list[
     sinks = StepSinks(sample, lambda *_: None, lambda _: False)
     number = 0
     for _step in range(num_steps):
-        add = []
+        add: list[Request] = []
         while core.scheduler.num_running + core.scheduler.num_waiting + len(add) < source.randrange(14):
-            ids = [source.randrange(vocab) for _ in range(source.randrange(1, 120))]
-            add.append(Request(request_id=number, prompt_ids=ids, max_tokens=source.randrange(1, 60)))
+            ids = [source.randrange(vocab) for _ in range(source.randrange(1, 90))]
+            add.append(Request(request_id=number, prompt_ids=ids, max_tokens=source.randrange(1, 40)))
             number += 1
         result = core.lead(StepOps(add=tuple(add)), sinks)
         tokens.append([token for _request, token in result.tokens])

@@ -8,7 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from helix.kernels import triton_append, triton_experts, triton_norm, triton_rotary, triton_router, triton_swiglu
+from helix.kernels import (
+    triton_append,
+    triton_experts,
+    triton_grouped,
+    triton_heads,
+    triton_latent,
+    triton_norm,
+    triton_rotary,
+    triton_router,
+    triton_swiglu,
+)
 from helix.layers import rotary, router
 from helix.layers.moe import products_by_loop
 from helix.layers.norm import RMSNorm
@@ -57,7 +67,7 @@ def check_norm(device: torch.device, dtype: torch.dtype) -> None:
         for view in (x, x[:, 1:], x[:, 0]):
             on_device = x.to(device)[:, x.shape[1] - view.shape[1] :] if view.dim() == 3 else x.to(device)[:, 0]
             assert_near(triton_norm.rms_norm(on_device, weight, 1e-5), norm(view), dtype)
-        total, out = triton_norm.add_rms_norm(x[:, 0].to(device), add.to(device), weight, 1e-5)
+        out, total = triton_norm.add_rms_norm(x[:, 0].to(device), add.to(device), weight, 1e-5)
         want_total, want = norm.after_adding(x[:, 0], add)
         assert torch.equal(total.cpu(), want_total)
         assert_near(out, want, dtype)
@@ -76,6 +86,59 @@ def check_rotary(device: torch.device, dtype: torch.dtype) -> None:
                     moved, cos.to(device), sin.to(device), interleaved=interleaved, start=start
                 )
                 assert_near(got, want, dtype)
+
+
+def check_latent(device: torch.device, dtype: torch.dtype) -> None:
+    """Norm, rotation and append at once, from rows that lie apart."""
+    angle = values(CPU, torch.float32, 4, 6)
+    tables = (angle.cos(), angle.sin())
+    norm = RMSNorm("norm", 24, 1e-6, dtype=dtype, device=CPU)
+    norm.weight.copy_(values(CPU, dtype, 24, seed=3))
+    latent = values(CPU, dtype, 4, 50)[:, 14:]
+    slots = [7, -1, 0, 23]
+    for interleaved in (False, True):
+        pool = torch.full((6, 4, 1, 36), torch.nan, dtype=dtype, device=device)
+        on_device = values(CPU, dtype, 4, 50).to(device)[:, 14:]
+        triton_latent.store_latents(
+            on_device,
+            norm.weight.to(device),
+            1e-6,
+            (tables[0].to(device), tables[1].to(device)),
+            pool,
+            torch.tensor(slots, device=device),
+            interleaved=interleaved,
+        )
+        turned = rotary.apply_rotary(latent[:, None, 24:], *tables, interleaved=interleaved)[:, 0]
+        want = torch.cat((norm(latent[:, :24]), turned), -1)
+        written = [slot for slot in slots if slot >= 0]
+        assert_near(pool.flatten(0, 2)[written], want[[0, 2, 3]], dtype)
+        assert int(pool.isnan().sum()) == (24 - len(written)) * 36
+
+
+def check_heads(device: torch.device, dtype: torch.dtype) -> None:
+    """Rotation and append at once; the last heads' values may be wider than what is rotated."""
+    angle = values(CPU, torch.float32, 3, 4)
+    tables = (angle.cos(), angle.sin())
+    slots = [9, -1, 2]
+    for interleaved in (False, True):
+        for width in (8, 12):
+            heads = values(CPU, dtype, 3, 3 + 2 * 2, width)
+            k_pool, v_pool = (torch.full((5, 2, 2, width), torch.nan, dtype=dtype, device=device) for _ in range(2))
+            query = triton_heads.store_heads(
+                heads.to(device),
+                3,
+                (tables[0].to(device), tables[1].to(device)),
+                k_pool,
+                v_pool,
+                torch.tensor(slots, device=device),
+                interleaved=interleaved,
+            )
+            turned = rotary.apply_rotary(heads[:, :5], *tables, interleaved=interleaved)
+            assert_near(query, turned[:, :3], dtype)
+            written = [slot for slot in slots if slot >= 0]
+            assert_near(k_pool.flatten(0, 1)[written], turned[[0, 2], 3:], dtype)
+            assert torch.equal(v_pool.flatten(0, 1)[written].cpu(), heads[[0, 2], 5:])
+            assert int(k_pool.isnan().sum()) == int(v_pool.isnan().sum()) == 8 * 2 * width
 
 
 def check_swiglu(device: torch.device, dtype: torch.dtype) -> None:
@@ -130,8 +193,24 @@ def check_experts(device: torch.device, dtype: torch.dtype) -> None:
         x, weight = values(CPU, dtype, 4, hidden), values(CPU, torch.float32, 4, 3).abs()
         expert = torch.tensor([[0, 1, 2], [2, 0, experts], [experts, experts + 3, experts], [1, 2, 0]])
         want = products_by_loop(x, expert, weight, gate_up, down, "silu")
-        got = triton_experts.expert_products(*(one.to(device) for one in (x, expert, weight, gate_up, down)))
-        assert got[2].eq(0).all(), "no expert of this token is here"
+        for products in (triton_experts.expert_products, triton_grouped.expert_products):
+            got = products(*(one.to(device) for one in (x, expert, weight, gate_up, down)))
+            assert got[2].eq(0).all(), "no expert of this token is here"
+            assert_near(got, want, dtype)
+
+
+def check_grouped(device: torch.device, dtype: torch.dtype) -> None:
+    """Experts with no pair, with few, and with more than one tile of them."""
+    experts, hidden, width = (64, 256, 88) if device.type == "cuda" else (5, 40, 24)
+    gate_up = 0.1 * values(CPU, dtype, experts, 2 * width, hidden)
+    down = 0.1 * values(CPU, dtype, experts, hidden, width)
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, 23, 128) if device.type == "cuda" else (23,):
+        x, weight = values(CPU, dtype, tokens, hidden), values(CPU, torch.float32, tokens, 3).abs()
+        chance = torch.ones(experts + 1).index_fill(0, torch.tensor([1]), 30.0).index_fill(0, torch.tensor([3]), 0.0)
+        expert = torch.multinomial(chance.expand(tokens, -1), 3, generator=generator)
+        want = products_by_loop(x, expert, weight, gate_up, down, "silu")
+        got = triton_grouped.expert_products(*(one.to(device) for one in (x, expert, weight, gate_up, down)))
         assert_near(got, want, dtype)
 
 
@@ -139,9 +218,12 @@ CASES: Mapping[str, Case] = {
     "append": check_append,
     "norm": check_norm,
     "rotary": check_rotary,
+    "heads": check_heads,
+    "latent": check_latent,
     "swiglu": check_swiglu,
     "router": check_router,
     "experts": check_experts,
+    "grouped": check_grouped,
 }
 
 if __name__ == "__main__":

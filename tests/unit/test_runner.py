@@ -123,6 +123,13 @@ def test_best_tokens() -> None:
     assert best_tokens(logits).tolist() == [1, NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
 
 
+@given(vocab=st.sampled_from([1, 2, 97, 96, 128, 320]), seed=st.integers(0, 99))
+def test_best_tokens_are_the_first_of_the_best(vocab: int, seed: int) -> None:
+    """Few distinct values, so that rows have many equals, in all parts of the vocabulary."""
+    logits = torch.randint(0, 4, (5, vocab), generator=torch.Generator().manual_seed(seed)).float()
+    assert best_tokens(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
 def test_a_cpu_rank_runs_eagerly() -> None:
     world = single_world(CPU)
     spec = load_card("llama-3.1-8b")

@@ -74,6 +74,8 @@ ILLEGAL: list[tuple[str, Any, str]] = [
     ("logprobs", 21, "logprobs=21 is not legal: must be an integer from 0 to 20, or None"),
     ("logprobs", True, "logprobs=True"),
     ("prompt_logprobs", -1, "prompt_logprobs=-1"),
+    ("json_schema", "", "json_schema='' is not legal: must be the text of a JSON schema"),
+    ("json_schema", {}, "json_schema={}"),
     ("logit_bias", {5: 101}, "logit_bias={5: 101} is not legal: must be a mapping of token ids"),
     ("logit_bias", {5: float("nan")}, "logit_bias=nan"),
     ("logit_bias", {-5: 1.0}, "logit_bias={-5: 1.0}"),
@@ -101,13 +103,21 @@ def test_illegal_value_names_field_value_and_range(field: str, value: Any, words
     assert len(str(caught.value)) < 300
 
 
+def test_a_json_schema_decides_where_the_text_ends() -> None:
+    params = SamplingParams(json_schema="{}")
+    assert SamplingParams.from_wire(params.to_wire()) == params
+    for other in ({"ignore_eos": True}, {"min_tokens": 1}):
+        with pytest.raises(RequestError, match="json_schema ends the text"):
+            SamplingParams(json_schema="{}", **other)
+
+
 def test_defaults_cost_nothing_on_the_wire() -> None:
     assert SamplingParams().to_wire() == {}
 
 
 def test_every_field_is_covered_here() -> None:
     assert (
-        set(LEGAL)
+        set(LEGAL) | {"json_schema"}
         == set(SamplingParams.model_fields)
         == {field for field, _, _ in ILLEGAL} | {"ignore_eos"} | {"skip_special_tokens"}
     )
