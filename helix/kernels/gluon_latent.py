@@ -254,7 +254,7 @@ def _attend_latent(  # type: ignore[no-untyped-def]
     rotary = gl.allocate_shared_memory(dtype, [BUFFERS, N, 64], rotary_desc.layout)
     weight_shape: gl.constexpr = [N, M] if SWAP else [M, N]
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(weight_shape, dtype)
-    weights = gl.allocate_shared_memory(dtype, [PLACES, *weight_shape], weight_layout)
+    weights = gl.allocate_shared_memory(dtype, [PLACES] + weight_shape, weight_layout)  # noqa: RUF005 no stars here
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     decays = gl.allocate_shared_memory(gl.float32, [PLACES, M], row_layout)
     totals = gl.allocate_shared_memory(gl.float32, [M], row_layout)

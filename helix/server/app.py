@@ -34,6 +34,8 @@ from helix.server.schema import (
 
 T = TypeVar("T")
 
+_BODY_S = 60.0
+"""How long a body may take to come, so that connections which send nothing are not held for ever."""
 _FLUSH_S = 5.0
 """How long after its deadline a stream may still try to hand its last chunks to a client that does not read."""
 
@@ -185,7 +187,13 @@ def _event(content: Json) -> str:
 def make_app(service: Service) -> FastAPI:
     """The ASGI application."""
     app = FastAPI(title="Helix", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, api_key=service.config.api_key, max_body_bytes=service.config.max_body_bytes)
+    config = service.config
+    app.add_middleware(
+        Gate,
+        api_key=config.api_key,
+        max_body_bytes=config.max_body_bytes,
+        body_timeout_s=min(config.request_timeout_s, _BODY_S),
+    )
     _add_errors(app)
     _add_generation(app, service)
     _add_state(app, service)

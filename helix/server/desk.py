@@ -109,7 +109,8 @@ class Desk:
 
     @property
     def state(self) -> State:
-        return self._state
+        """What /health says; "draining" from the moment of the signal on."""
+        return "draining" if self._asked_to_drain and self._state == "ready" else self._state
 
     # ---- the event loop's side ----
 
@@ -124,7 +125,7 @@ class Desk:
                 code="invalid_value",
             )
         with self._lock:
-            state, num_open = self._state, self._num_open
+            state, num_open = self.state, self._num_open
             is_full = num_open + count > self.max_open
             if state == "ready" and not is_full:
                 self._num_open += count
@@ -225,9 +226,7 @@ class Desk:
 
     def _is_drained(self) -> bool:
         with self._lock:
-            if self._asked_to_drain:
-                self._state = "draining"
-            return self._state == "draining" and self._num_open == 0
+            return self._asked_to_drain and self._num_open == 0
 
     def _take(self, engine: Engine) -> None:
         """Take in all that lies in the inbox; without other work, wait a moment for something."""

@@ -1,7 +1,9 @@
-"""`Gate`: what a request must pass before anything reads it: the key, and the size of its body."""
+"""`Gate`: what a request must pass before anything reads it: the key, the size of its body, and the time it takes."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from hmac import compare_digest
 
 from starlette.exceptions import HTTPException
@@ -14,12 +16,13 @@ _OPEN_PATHS = ("/health",)
 
 
 class Gate:
-    """ASGI middleware. The key is compared in constant time; a body is counted as it comes."""
+    """ASGI middleware. The key is compared in constant time; a body is counted as it comes, in `body_timeout_s`."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, body_timeout_s: float) -> None:
         self._app = app
         self._expected = None if api_key is None else b"Bearer " + api_key.encode()
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,10 +43,17 @@ class Gate:
 
     def _counting(self, receive: Receive) -> Receive:
         num_bytes = 0
+        is_whole = False
+        deadline = time.perf_counter() + self._body_timeout_s
 
         async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            try:
+                # Once the body is there, the next message is that the client has left, however late that comes.
+                message = await asyncio.wait_for(receive(), None if is_whole else deadline - time.perf_counter())
+            except TimeoutError:
+                raise HTTPException(408, "the body did not come in time") from None
+            is_whole = is_whole or not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
                 raise HTTPException(413, self._too_large())
