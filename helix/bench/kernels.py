@@ -9,10 +9,13 @@ R page rows, Z partials, h heads of one part.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -219,13 +222,13 @@ def measure_attention(
     several = [next(source) for _ in range(num_calls)]
     call(out, lse, *several[0].arguments, **options)
     errors = check_attention(several[0], out, lse) if check else (-1.0, -1.0)
-    calls = [lambda one=one: call(out, lse, *one.arguments, **options) for one in several]
+    calls = [partial(call, out, lse, *one.arguments, **options) for one in several]
     median, low, high = time_calls(calls, warm_s=warm_s)
     return Measurement(median_us=median, low_us=low, high_us=high, out_error=errors[0], lse_error=errors[1])
 
 
 def measure_exchange_local(
-    *, tokens: int, heads: int, width: int, parts: int, device: torch.device, packed: bool
+    *, tokens: int, heads: int, width: int, parts: int, device: torch.device, packed: bool, warm_s: float = 0.0
 ) -> Measurement:
     """What one rank does itself in an exchange: merge `parts` peers' partials for its ``heads / parts`` heads.
 
@@ -269,7 +272,7 @@ def measure_exchange_local(
             pack(out_YZTHD[turn, 0], lse_YZTH[turn, 0], parts, part_heads)
         merge_peers(addresses[turn], layout, merged)
 
-    median, low, high = time_calls([lambda turn=turn: one(turn) for turn in range(turns)])
+    median, low, high = time_calls([partial(one, turn) for turn in range(turns)], warm_s=warm_s)
     return Measurement(median_us=median, low_us=low, high_us=high, out_error=error, lse_error=0.0)
 
 
@@ -286,5 +289,85 @@ def attention_record(shape: AttentionShape, measured: Measurement, ceiling: Ceil
     }
 
 
+def latent_shape(batch: int, context: int, num_heads: int, queries: int = 1) -> AttentionShape:
+    """MLA latents of DeepSeek's widths."""
+    return AttentionShape(
+        batch=batch,
+        context=context,
+        num_heads=num_heads,
+        width=576,
+        v_width=512,
+        latent=True,
+        queries=queries,
+    )
+
+
+def grouped_shape(batch: int, context: int, num_heads: int, num_kv_heads: int) -> AttentionShape:
+    """Grouped-query attention with heads 128 wide."""
+    return AttentionShape(batch=batch, context=context, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+_K = 1024
+_LATENT_CELLS = ((1, 32), (1, 128), (1, 512), (1, 1024), (8, 128), (8, 1024), (32, 32))
+_MANY_HEAD_CELLS = ((1, 128), (8, 32), (8, 128))
+_GROUPED_CELLS = ((1, 128), (1, 1024), (8, 128), (32, 32), (8, 1024))
+GRID: dict[str, tuple[AttentionShape, ...]] = {
+    "mla, 8 heads": tuple(latent_shape(batch, context * _K, 8) for batch, context in _LATENT_CELLS),
+    "mla, 16 heads, half the context": tuple(
+        latent_shape(batch, context * _K // 2, 16) for batch, context in _LATENT_CELLS
+    ),
+    "mla, 64 heads": tuple(latent_shape(batch, context * _K, 64) for batch, context in _MANY_HEAD_CELLS),
+    "mla, 128 heads": tuple(latent_shape(batch, context * _K, 128) for batch, context in _MANY_HEAD_CELLS),
+    "gqa, 8 heads, 1 KV head": tuple(grouped_shape(batch, context * _K, 8, 1) for batch, context in _GROUPED_CELLS),
+    "gqa, 64 heads, 8 KV heads": tuple(
+        grouped_shape(batch, context * _K, 64, 8) for batch, context in _GROUPED_CELLS[:4]
+    ),
+}
+EXCHANGES = ((1, 16), (64, 16), (64, 128))
+
+
+def bench_attention(device: torch.device, families: Sequence[str] = tuple(GRID)) -> Iterator[dict[str, object]]:
+    """Records over the grid: a short run, and beside it (`sustained_us`) one at the clocks that the device can keep."""
+    for family in families:
+        for shape in GRID[family]:
+            record = attention_record(shape, measure_attention(shape, device=device))
+            sustained = measure_attention(shape, device=device, check=False, warm_s=0.2)
+            torch.cuda.empty_cache()
+            yield {"family": family, **record, "sustained_us": round(sustained.median_us, 3)}
+
+
+def bench_exchange(device: torch.device, parts: int = 8, width: int = 512) -> Iterator[dict[str, object]]:
+    """Records of the local part of an exchange, by peers' memory and by message."""
+    for packed in (False, True):
+        for tokens, heads in EXCHANGES:
+            measured = measure_exchange_local(
+                tokens=tokens, heads=heads, width=width, parts=parts, device=device, packed=packed
+            )
+            name = "exchange, packed message" if packed else "exchange, peers' memory"
+            yield {"family": name, "tokens": tokens, "heads": heads, "width": width, "parts": parts, **asdict(measured)}
+
+
+def main() -> None:
+    """``python -m helix.bench.kernels [--json FILE]``: the whole grid on the current GPU."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--json", type=argparse.FileType("w"), help="where the records go")
+    parser.add_argument("--families", nargs="*", default=list(GRID), choices=list(GRID))
+    options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    records = []
+    for record in (*bench_attention(device, options.families), *bench_exchange(device)):
+        records.append(record)
+        print(json.dumps(record), flush=True)
+    if options.json:
+        json.dump(
+            {"machine": torch.cuda.get_device_name(device), "torch": torch.__version__, "records": records},
+            options.json,
+        )
+
+
 def _error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+if __name__ == "__main__":
+    main()

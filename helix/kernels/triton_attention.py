@@ -48,6 +48,11 @@ class Tiling:
     roles: bool = False
 
 
+# Most query rows for which warps with roles are chosen by themselves. The arrangement for more has changed since it
+# last ran on a device, so it takes an explicit tiling until it has been checked there again (docs/notes/kernels.md).
+_ROLES_ROWS = 8
+
+
 def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared: bool, roles: bool) -> Tiling:
     """The tiling that was best on an H200 for `rows` query rows over cache rows of `width` (and `v_width`) values.
 
@@ -226,7 +231,8 @@ class _Call:
         tokens = triton.next_power_of_2(triton.cdiv(num_tokens, sequences))
         if tiling is None:
             few = min(tokens, 128) * group
-            roles = shared and num_tokens + sequences <= gluon_latent.MAX_BLOCKS and gluon_latent.fits(q_THD, k_PBKD)
+            roles = few <= _ROLES_ROWS and shared and num_tokens + sequences <= gluon_latent.MAX_BLOCKS
+            roles = roles and gluon_latent.fits(q_THD, k_PBKD)
             tiling = choose_tiling(few, width, v_width, k_PBKD.element_size(), shared=shared, roles=roles)
         block_q = max(min(tokens, tiling.rows // group), 1)
         if num_workers is None:
@@ -250,7 +256,7 @@ class _Call:
     @property
     def head_blocks(self) -> int:
         """Blocks of rows that the heads of one group take; they read the same keys side by side."""
-        return triton.cdiv(self.num_heads // self.num_kv_heads, self.tiling.rows)
+        return -(-self.num_heads // self.num_kv_heads // self.tiling.rows)
 
     @property
     def split(self) -> bool:
