@@ -22,8 +22,10 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
+from helix.bench.command import bench_app
 from helix.config import RunConfig, launch_env, load_config
 from helix.errors import ConfigError, HelixError
+from helix.options import ConfigOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from helix.engine.engine import Engine
@@ -35,15 +37,12 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None
 )
 
-ConfigOption = Annotated[Path, typer.Option("--config", help="YAML file of the run.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: key.path=value. Repeatable.")]
 PromptOption = Annotated[
     list[str] | None, typer.Option("--prompt", help="Prompt text. Repeatable. A model card takes --prompt-ids only.")
 ]
 PromptIdsOption = Annotated[
     list[str] | None, typer.Option("--prompt-ids", help="Prompt as token ids: 1,2,3. Repeatable.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -316,44 +315,7 @@ def calibrate(
     print(f"written to {output}; use it with: helix plan --hardware {output}")
 
 
-bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(bench_app, name="bench", help="Time parts of a run on this machine; each prints one JSON line last.")
-
-
-@bench_app.command("decode")
-def bench_decode(
-    config: Annotated[Path | None, typer.Option("--config", help="YAML file of the run.")] = None,
-    card: Annotated[str | None, typer.Option(help="A model card instead, with random weights.")] = None,
-    batch: Annotated[str, typer.Option(help="Sequences that decode together; several with commas.")] = "1,8",
-    context: Annotated[str, typer.Option(help="Tokens of each in the cache, also 128K or 1M.")] = "32K,128K",
-    cells: Annotated[str | None, typer.Option(help="Single pairs instead of all: 1x1M,8x128K.")] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Steps timed in each cell.")] = 64,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 8,
-    same_token: Annotated[bool, typer.Option(help="Feed all sequences the same token: few experts are hit.")] = False,
-    set_: SetOption = None,
-    json_: JsonOption = False,
-) -> None:
-    """Time decode steps over batch x context, on a cache filled with random numbers: no prompt is computed."""
-    from helix.bench import decode
-    from helix.config import make_config, parse_overrides
-    from helix.planner.command import read_tokens
-
-    if (config is None) == (card is None):
-        raise ConfigError("helix bench decode needs one of --config FILE and --card NAME")
-    if config is not None:
-        run = load_config(config, set_ or [])
-    else:
-        run = make_config({"model": {"card": card, "load": "dummy"}}, **parse_overrides(set_ or []))
-    if cells is None:
-        pairs = [(one, other) for one in batch.split(",") for other in context.split(",")]
-    else:
-        pairs = [(one, other) for one, _, other in (text.partition("x") for text in cells.split(","))]
-    chosen = [
-        decode.Cell(batch=read_tokens(one, "--batch"), context=read_tokens(other, "--context")) for one, other in pairs
-    ]
-    report = decode.bench_decode(run, chosen, steps=steps, warmup=warmup, same_token=same_token)
-    if report is not None:
-        decode.print_report(report, as_json=json_)
+app.add_typer(bench_app, name="bench", help="Time parts of a run on this machine; each prints a table, and one JSON line last.")
 
 
 @app.command()

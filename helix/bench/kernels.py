@@ -9,17 +9,21 @@ R page rows, Z partials, h heads of one part.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
+from helix.errors import ConfigError
 from helix.kernels.attention import attend as attend_twin
 from helix.kernels.merge import merge as merge_twin
 from helix.kernels.triton_attention import Tiling, attend_into
@@ -41,6 +45,15 @@ class Ceiling:
 
 # Best figures ever measured on an H200: a read-bound kernel, and a large bf16 product of random numbers.
 H200 = Ceiling(read_bytes_per_s=4.54e12, flops_per_s=790e12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """What was timed, on what: one record a shape."""
+
+    device: str
+    torch: str
+    records: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +289,7 @@ def measure_exchange_local(
     return Measurement(median_us=median, low_us=low, high_us=high, out_error=error, lse_error=0.0)
 
 
-def attention_record(shape: AttentionShape, measured: Measurement, ceiling: Ceiling = H200) -> dict[str, object]:
+def attention_record(shape: AttentionShape, measured: Measurement, ceiling: Ceiling = H200) -> dict[str, Any]:
     """One line for scripts: shape, figures, and the shares of the ceilings."""
     seconds = measured.median_us * 1e-6
     return {
@@ -323,10 +336,11 @@ GRID: dict[str, tuple[AttentionShape, ...]] = {
         grouped_shape(batch, context * _K, 64, 8) for batch, context in _GROUPED_CELLS[:4]
     ),
 }
+_EXCHANGE = "exchange"
 EXCHANGES = ((1, 16), (64, 16), (64, 128))
 
 
-def bench_attention(device: torch.device, families: Sequence[str] = tuple(GRID)) -> Iterator[dict[str, object]]:
+def bench_attention(device: torch.device, families: Sequence[str] = tuple(GRID)) -> Iterator[dict[str, Any]]:
     """Records over the grid: a short run, and beside it (`sustained_us`) one at the clocks that the device can keep."""
     for family in families:
         for shape in GRID[family]:
@@ -336,7 +350,7 @@ def bench_attention(device: torch.device, families: Sequence[str] = tuple(GRID))
             yield {"family": family, **record, "sustained_us": round(sustained.median_us, 3)}
 
 
-def bench_exchange(device: torch.device, parts: int = 8, width: int = 512) -> Iterator[dict[str, object]]:
+def bench_exchange(device: torch.device, parts: int = 8, width: int = 512) -> Iterator[dict[str, Any]]:
     """Records of the local part of an exchange, by peers' memory and by message."""
     for packed in (False, True):
         for tokens, heads in EXCHANGES:
@@ -347,27 +361,48 @@ def bench_exchange(device: torch.device, parts: int = 8, width: int = 512) -> It
             yield {"family": name, "tokens": tokens, "heads": heads, "width": width, "parts": parts, **asdict(measured)}
 
 
-def main() -> None:
-    """``python -m helix.bench.kernels [--json FILE]``: the whole grid on the current GPU."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--json", type=argparse.FileType("w"), help="where the records go")
-    parser.add_argument("--families", nargs="*", default=list(GRID), choices=list(GRID))
-    options = parser.parse_args()
+def bench_kernels(wanted: str | None = None) -> KernelReport:
+    """The grid on the current GPU, or the families of it whose names contain `wanted`. Raises: ConfigError."""
+    if not torch.cuda.is_available():
+        raise ConfigError("helix bench kernel times kernels in CUDA graphs, but torch sees no GPU here")
+    families = [name for name in GRID if wanted is None or wanted in name]
+    if wanted is not None and not families and wanted not in _EXCHANGE:
+        raise ConfigError(f"--families {wanted!r} is in none of: {', '.join((*GRID, _EXCHANGE))}")
     device = torch.device("cuda", torch.cuda.current_device())
-    records = []
-    for record in (*bench_attention(device, options.families), *bench_exchange(device)):
-        records.append(record)
-        print(json.dumps(record), flush=True)
-    if options.json:
-        json.dump(
-            {"machine": torch.cuda.get_device_name(device), "torch": torch.__version__, "records": records},
-            options.json,
-        )
+    records = list(bench_attention(device, families))
+    if wanted is None or wanted in _EXCHANGE:
+        records += bench_exchange(device)
+    return KernelReport(device=torch.cuda.get_device_name(device), torch=torch.__version__, records=tuple(records))
+
+
+def print_report(report: KernelReport, *, as_json: bool) -> None:
+    """A table, unless `as_json`; the last line is one JSON object in any case."""
+    if not as_json:
+        table = Table(title=f"kernels on {report.device}: us a call", box=box.SIMPLE)
+        for name in ("kernel", "shape", "median", "quartiles", "sustained", "TB/s", "TFLOP/s", "of ceiling"):
+            table.add_column(name, justify="left" if name in ("kernel", "shape") else "right")
+        for record in report.records:
+            table.add_row(*_row(record))
+        Console(width=140).print(table)
+        print("of ceiling: the larger of bytes / 4.54 TB/s and operations / 790 TFLOP/s, over the median")
+    print(json.dumps({"bench": "kernel", **asdict(report)}))
+
+
+def _row(record: dict[str, Any]) -> tuple[str, ...]:
+    if "context" in record:
+        shape = f"{record['batch']} x {record['context']}"
+    else:
+        shape = f"{record['tokens']} tokens, {record['heads']} heads, {record['parts']} peers"
+    share = record.get("share_of_ceiling")
+    return (
+        record["family"],
+        shape,
+        f"{record['median_us']:.1f}",
+        f"{record['low_us']:.1f}..{record['high_us']:.1f}",
+        *(str(record.get(name, "-")) for name in ("sustained_us", "tb_per_s", "tflop_per_s")),
+        "-" if share is None else f"{share:.0%}",
+    )
 
 
 def _error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-if __name__ == "__main__":
-    main()

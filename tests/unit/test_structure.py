@@ -15,7 +15,7 @@ FILES = sorted((ROOT / "helix").rglob("*.py")) + sorted((ROOT / "model_zoo").glo
 ORDER = (
     ("helix.errors",),
     ("helix.model_spec",),
-    ("helix.config", "helix.layout"),
+    ("helix.config", "helix.layout", "helix.options"),
     ("helix.cost",),
     ("helix.capabilities", "model_zoo"),
     ("helix.planner", "helix.models"),

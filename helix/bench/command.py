@@ -1,0 +1,71 @@
+"""`helix bench`: one subcommand a module of this package, from the words of a command line to its report.
+
+Nothing here imports torch before a subcommand runs. Every subcommand prints a table for people (not with ``--json``)
+and one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from helix.config import RunConfig, load_config, make_config, parse_overrides
+from helix.errors import ConfigError
+from helix.options import JsonOption, SetOption
+
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+RunOption = Annotated[Path | None, typer.Option("--config", help="YAML file of the run.")]
+CardOption = Annotated[str | None, typer.Option(help="A model card instead, with random weights.")]
+
+
+def read_run(command: str, config: Path | None, card: str | None, overrides: list[str] | None) -> RunConfig:
+    """The run that ``--config FILE`` or ``--card NAME`` means, with the ``--set`` overrides. Raises: ConfigError."""
+    if (config is None) == (card is None):
+        raise ConfigError(f"helix bench {command} needs one of --config FILE and --card NAME")
+    if config is not None:
+        return load_config(config, overrides or [])
+    return make_config({"model": {"card": card, "load": "dummy"}}, **parse_overrides(overrides or []))
+
+
+@bench_app.command("decode")
+def bench_decode(
+    config: RunOption = None,
+    card: CardOption = None,
+    batch: Annotated[str, typer.Option(help="Sequences that decode together; several with commas.")] = "1,8",
+    context: Annotated[str, typer.Option(help="Tokens of each in the cache, also 128K or 1M.")] = "32K,128K",
+    cells: Annotated[str | None, typer.Option(help="Single pairs instead of all: 1x1M,8x128K.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps timed in each cell.")] = 64,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 8,
+    same_token: Annotated[bool, typer.Option(help="Feed all sequences the same token: few experts are hit.")] = False,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Time decode steps over batch x context, on a cache filled with random numbers: no prompt is computed."""
+    run = read_run("decode", config, card, set_)
+    from helix.bench import decode
+    from helix.planner.command import read_tokens
+
+    if cells is None:
+        pairs = [(one, other) for one in batch.split(",") for other in context.split(",")]
+    else:
+        pairs = [(one, other) for one, _, other in (text.partition("x") for text in cells.split(","))]
+    chosen = [
+        decode.Cell(batch=read_tokens(one, "--batch"), context=read_tokens(other, "--context")) for one, other in pairs
+    ]
+    report = decode.bench_decode(run, chosen, steps=steps, warmup=warmup, same_token=same_token)
+    if report is not None:
+        decode.print_report(report, as_json=json_)
+
+
+@bench_app.command("kernel")
+def bench_kernel(
+    families: Annotated[str | None, typer.Option(help="Only the families whose names contain this text.")] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Time the kernels alone on this GPU: share of the memory's or the arithmetic's ceiling over a grid of shapes."""
+    from helix.bench import kernels
+
+    kernels.print_report(kernels.bench_kernels(families), as_json=json_)
