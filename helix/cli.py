@@ -315,7 +315,9 @@ def calibrate(
     print(f"written to {output}; use it with: helix plan --hardware {output}")
 
 
-app.add_typer(bench_app, name="bench", help="Time parts of a run on this machine; each prints a table, and one JSON line last.")
+app.add_typer(
+    bench_app, name="bench", help="Time parts of a run on this machine; each prints a table, and one JSON line last."
+)
 
 
 @app.command()

@@ -20,6 +20,18 @@ bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 RunOption = Annotated[Path | None, typer.Option("--config", help="YAML file of the run.")]
 CardOption = Annotated[str | None, typer.Option(help="A model card instead, with random weights.")]
 
+LayoutsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Layouts on real ranks, in one run: 'kvp=2;tp=2;dcp=2,merge=ag_rs'. tp copies KV as plain TP does."
+    ),
+]
+OneRankOption = Annotated[
+    str | None,
+    typer.Option(help="Time one rank's true share of these layouts on this device alone: 'kvp=8,ep=8;tp=8,ep=8'."),
+]
+PlotOption = Annotated[Path | None, typer.Option(help="Write a picture of measured, ceiling and predicted (png, svg).")]
+
 
 def read_run(command: str, config: Path | None, card: str | None, overrides: list[str] | None) -> RunConfig:
     """The run that ``--config FILE`` or ``--card NAME`` means, with the ``--set`` overrides. Raises: ConfigError."""
@@ -40,12 +52,15 @@ def bench_decode(
     steps: Annotated[int, typer.Option(min=2, help="Steps timed in each cell.")] = 64,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 8,
     same_token: Annotated[bool, typer.Option(help="Feed all sequences the same token: few experts are hit.")] = False,
+    layouts: LayoutsOption = None,
+    one_rank_of: OneRankOption = None,
+    plot: PlotOption = None,
     set_: SetOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Time decode steps over batch x context, on a cache filled with random numbers: no prompt is computed."""
     run = read_run("decode", config, card, set_)
-    from helix.bench import decode
+    from helix.bench import decode, picture
     from helix.planner.command import read_tokens
 
     if cells is None:
@@ -55,9 +70,19 @@ def bench_decode(
     chosen = [
         decode.Cell(batch=read_tokens(one, "--batch"), context=read_tokens(other, "--context")) for one, other in pairs
     ]
-    report = decode.bench_decode(run, chosen, steps=steps, warmup=warmup, same_token=same_token)
+    report = decode.bench_decode(
+        run,
+        chosen,
+        steps=steps,
+        warmup=warmup,
+        same_token=same_token,
+        layouts=layouts,
+        one_rank_of=one_rank_of,
+    )
     if report is not None:
         decode.print_report(report, as_json=json_)
+        if plot is not None:
+            picture.write_decode(report, plot)
 
 
 @bench_app.command("kernel")

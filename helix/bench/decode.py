@@ -1,4 +1,4 @@
-"""`helix bench decode`: the time of decode steps over batch x context, on a cache that is filled synthetically.
+"""`helix bench decode`: the time of decode steps over batch x context x layout, on a cache that is filled synthetically.
 
 The engine's own steps are timed (scheduler, inputs, model, choice of tokens), each from its plan to its tokens on the
 host. No prompt is computed: pages are filled with random numbers, and the requests are booked as computed. The tokens
@@ -7,8 +7,9 @@ send all sequences to the same experts. `same_token` feeds all sequences the sam
 figures of engines that were timed on repeated tokens have their like. How many distinct experts a layer hits is counted
 and printed.
 
-Beside each time: the bytes that a step must read over the memory's bandwidth (nothing runs faster), and the cost
-model's prediction. Every rank of a launcher runs this module; rank 0 reports.
+Beside each time: the ceiling of the device and the cost model's prediction. Several layouts are timed in one run, on
+real ranks or, with ``--one-rank-of``, as one rank's true share without its peers (see `helix.comm.stand_in`): then what
+the collectives take is added from the cost model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any
 
 import torch
 from rich import box
@@ -28,22 +29,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from helix.config import RunConfig, config_to_dict, launch_env, make_config
-from helix.cost.choices import Formats, Placement, Workload, make_formats
-from helix.cost.hardware import Hardware, load_hardware, recognise_hardware
-from helix.cost.step import placement_cost
-from helix.cost.weights import layer_counts
-from helix.cost.work import attention_work, ffn_work, head_work
-from helix.engine.build import build_core, resolve_layout, resolve_spec
+from helix.bench.pricing import Pricing, device_name
+from helix.bench.ranks import check_variants, open_core, run_tasks
+from helix.bench.variants import Variant, read_variants
+from helix.comm.mesh import Mesh
+from helix.comm.world import World
+from helix.config import RunConfig
+from helix.engine.build import resolve_spec
 from helix.engine.core import EngineCore, StepOps, StepSinks
-from helix.engine.join import enter_world, leave, share_cores
 from helix.engine.request import Request
 from helix.engine.scheduler import StepItem
 from helix.layers.batch import Batch
 from helix.layers.router import Router
-from helix.layout import Layout
-from helix.model_spec import ModelSpec
-from helix.planner.auto import choices_of
+from helix.layout import uneven_slice
 
 _DEVICE_STEPS = 16
 
@@ -61,19 +59,28 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One cell. Milliseconds a step: median and quartiles as a user sees them, and the device's share of the median.
+    """One cell in one variant. Milliseconds a step: median and quartiles as a user sees them.
 
-    `device_ms` comes from steps that do not wait for their tokens; None on a CPU. `experts_hit` is the mean over layers
-    with experts. `read_bytes` are those of the busiest rank; `ceiling_ms` is their time at the card's bandwidth.
+    `device_ms` comes from steps that do not wait for their tokens; None on a CPU. `collectives_ms` is what the cost
+    model says for the collectives of a rank that was timed without its peers; 0 where they really ran. Experts are
+    means over layers that have them: distinct ones that the step's tokens chose, those of them on this rank, and what
+    the busiest rank reads where the choice is random. `read_bytes`, ceiling and prediction are those of this rank.
     """
 
+    variant: str
+    layout: str
+    one_rank: bool
+    mode: str
     batch: int
     context: int
     ttl_ms: float
     low_ms: float
     high_ms: float
     device_ms: float | None
+    collectives_ms: float
     experts_hit: float | None
+    local_experts_hit: float | None
+    busiest_experts: float | None
     read_bytes: int
     ceiling_ms: float | None
     predicted_ms: float | None
@@ -83,6 +90,16 @@ class Timing:
         """Share of a step in which the device waits for the host."""
         return None if self.device_ms is None else max(1.0 - self.device_ms / self.ttl_ms, 0.0)
 
+    @property
+    def total_ms(self) -> float:
+        """The step with its collectives."""
+        return self.ttl_ms + self.collectives_ms
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Of what was measured: collectives that come from the cost model are left out on both sides."""
+        return None if self.predicted_ms is None else (self.predicted_ms - self.collectives_ms) / self.ttl_ms - 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReport:
@@ -90,11 +107,9 @@ class DecodeReport:
 
     model: str
     num_layers: int
-    layout: str
     dtype: str
     device: str
     torch: str
-    mode: str
     steps: int
     same_token: bool
     hardware: str | None
@@ -102,72 +117,118 @@ class DecodeReport:
     skipped: tuple[str, ...]
 
 
-def bench_decode(
-    config: RunConfig, cells: Sequence[Cell], *, steps: int, warmup: int, same_token: bool = False
-) -> DecodeReport | None:
-    """Time `steps` decode steps of each cell after `warmup` others. Collective; None on ranks other than 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTask:
+    """The cells of one variant: `steps` timed steps of each after `warmup` others."""
 
-    Contexts may be longer than the model was made for: only the time is looked at.
-    """
-    env = launch_env()
-    if env is not None:
-        share_cores(env.local_size)
-    run = _sized(config, cells)
-    spec = resolve_spec(run)
-    longest = max(cell.context for cell in cells) + warmup + steps + 2
-    spec = replace(spec, max_context=max(spec.max_context, longest))
-    world = enter_world(run, env)
-    try:
-        layout = resolve_layout(run, spec, world.size)
-        core = build_core(run, spec, layout, world)
-        fill_cache(core, run.engine.seed)
-        pricing = _Pricing.of(run, spec, layout, core)
+    variant: Variant
+    cells: tuple[Cell, ...]
+    steps: int
+    warmup: int
+    same_token: bool
+
+    def run(self, world: World) -> DecodeReport:
+        """Collective over `world`. Contexts may be longer than the model was made for: only the time is looked at."""
+        longest = max(cell.context for cell in self.cells) + self.warmup + self.steps + 2
+        max_batch = max(cell.batch for cell in self.cells)
+        core, spec, layout = open_core(self.variant, world, max_batch=max_batch, longest=longest)
+        pricing = Pricing.of(self.variant.config, spec, layout, core)
         timings, skipped = [], []
-        for cell in cells:
-            timing = _time_cell(core, cell, pricing, (warmup, steps), same_token)
+        for cell in self.cells:
+            timing = self._time(core, cell, pricing)
             if timing is None:
-                skipped.append(f"{cell}: the cache has {core.cache.num_rows} page rows, too few")
+                skipped.append(f"{self.variant.label}, {cell}: the cache has {core.cache.num_rows} page rows, too few")
             else:
                 timings.append(timing)
-        mode = core.runner.mode
-    except BaseException as error:
-        leave(world, error)
-        raise
-    device = _device_name(world.device)
-    world.close()
-    if world.rank != 0:
-        return None
-    return DecodeReport(
-        model=str(run.model.card or run.model.path),
-        num_layers=spec.num_layers,
-        layout=str(layout),
-        dtype=pricing.formats.weights,
-        device=device,
-        torch=torch.__version__,
-        mode=mode,
-        steps=steps,
-        same_token=same_token,
-        hardware=None if pricing.hardware is None else pricing.hardware.name,
-        timings=tuple(timings),
-        skipped=tuple(skipped),
+        model = self.variant.config.model
+        return DecodeReport(
+            model=str(model.card or model.path),
+            num_layers=spec.num_layers,
+            dtype=pricing.formats.weights,
+            device=device_name(world.device),
+            torch=torch.__version__,
+            steps=self.steps,
+            same_token=self.same_token,
+            hardware=None if pricing.hardware is None else pricing.hardware.name,
+            timings=tuple(timings),
+            skipped=tuple(skipped),
+        )
+
+    def _time(self, core: EngineCore, cell: Cell, pricing: Pricing) -> Timing | None:
+        """Time one cell; None where the cache is too small."""
+        count = self.warmup + self.steps
+        requests = place_requests(core, cell, count + 1, self.same_token)
+        if requests is None:
+            return None
+        if core.world.rank == 0:
+            times = _lead_steps(core, count, self.same_token)[self.warmup :]
+        else:
+            core.follow()
+            times = [0.0, 0.0]
+        with torch.inference_mode():
+            device_ms = _device_ms(core)
+            hits = _experts_hit(core)
+        clear(core, requests)
+        low, median, high = statistics.quantiles(times, n=4)
+        price = pricing.decode(cell.batch, cell.context, None if hits is None else hits[1])
+        return Timing(
+            variant=self.variant.label,
+            layout=str(core.mesh.layout),
+            one_rank=self.variant.one_rank,
+            mode=core.runner.mode,
+            batch=cell.batch,
+            context=cell.context,
+            ttl_ms=median,
+            low_ms=low,
+            high_ms=high,
+            device_ms=device_ms,
+            collectives_ms=(price.collectives_ms or 0.0) if self.variant.one_rank else 0.0,
+            experts_hit=None if hits is None else hits[0],
+            local_experts_hit=None if hits is None else hits[1],
+            busiest_experts=pricing.busiest_hits(cell.batch),
+            read_bytes=price.read_bytes,
+            ceiling_ms=price.ceiling_ms,
+            predicted_ms=price.predicted_ms,
+        )
+
+
+def bench_decode(
+    config: RunConfig,
+    cells: Sequence[Cell],
+    *,
+    steps: int,
+    warmup: int,
+    same_token: bool = False,
+    layouts: str | None = None,
+    one_rank_of: str | None = None,
+) -> DecodeReport | None:
+    """Time decode steps of each cell in each variant (see `read_variants`); None on ranks other than 0."""
+    variants = read_variants(config, resolve_spec(config), layouts, one_rank_of)
+    check_variants(variants)
+    reports = run_tasks(
+        [
+            DecodeTask(variant=one, cells=tuple(cells), steps=steps, warmup=warmup, same_token=same_token)
+            for one in variants
+        ]
+    )
+    return None if reports is None else join_reports(reports)
+
+
+def join_reports(reports: Sequence[DecodeReport]) -> DecodeReport:
+    """One report of several variants of the same run."""
+    return replace(
+        reports[0],
+        timings=tuple(timing for one in reports for timing in one.timings),
+        skipped=tuple(line for one in reports for line in one.skipped),
     )
 
 
-def _sized(config: RunConfig, cells: Sequence[Cell]) -> RunConfig:
-    """`config` with room for the largest batch, whatever it says itself."""
-    sections = config_to_dict(config)
-    engine = {"max_batch": max(cell.batch for cell in cells), "max_context": "auto"}
-    return make_config(sections | {"engine": sections["engine"] | engine})
-
-
-def fill_cache(core: EngineCore, seed: int) -> None:
-    """Random numbers in every page, the same in every run on one kind of device."""
-    device = core.world.device
-    generator = torch.Generator(device).manual_seed(seed + core.world.rank)
-    for layer in core.cache.layers:
-        layer.k.normal_(generator=generator)
-        if layer.v.data_ptr() != layer.k.data_ptr():
-            layer.v.normal_(generator=generator)
+def report_to_dict(report: DecodeReport) -> dict[str, Any]:
+    """What the JSON line holds: the report, and beside each timing what follows from it."""
+    timings = [
+        {**asdict(one), "total_ms": one.total_ms, "prediction_error": one.prediction_error} for one in report.timings
+    ]
+    return {"bench": "decode", **asdict(report), "timings": timings}
 
 
 def place_requests(core: EngineCore, cell: Cell, num_tokens: int, same_token: bool = False) -> list[Request] | None:
@@ -200,41 +261,13 @@ def clear(core: EngineCore, requests: Sequence[Request]) -> None:
 
 
 def _random_tokens(core: EngineCore, source: random.Random, count: int, same_token: bool) -> list[int]:
-    vocab = core.model.head.vocab.total
-    return [source.randrange(vocab)] * count if same_token else [source.randrange(vocab) for _ in range(count)]
-
-
-def _time_cell(
-    core: EngineCore, cell: Cell, pricing: _Pricing, counts: tuple[int, int], same_token: bool
-) -> Timing | None:
-    """Time one cell: `counts` are the steps before the timed ones, and those. None where the cache is too small."""
-    warmup, steps = counts
-    requests = place_requests(core, cell, warmup + steps + 1, same_token)
-    if requests is None:
-        return None
-    if core.world.rank == 0:
-        times = _lead_steps(core, warmup + steps, same_token)[warmup:]
-    else:
-        core.follow()
-        times = [0.0, 0.0]
-    with torch.inference_mode():
-        device_ms = _device_ms(core)
-        hit = _experts_hit(core)
-    clear(core, requests)
-    low, median, high = statistics.quantiles(times, n=4)
-    read_bytes, ceiling, predicted = pricing.price(cell, hit)
-    return Timing(
-        batch=cell.batch,
-        context=cell.context,
-        ttl_ms=median,
-        low_ms=low,
-        high_ms=high,
-        device_ms=device_ms,
-        experts_hit=hit,
-        read_bytes=read_bytes,
-        ceiling_ms=ceiling,
-        predicted_ms=predicted,
-    )
+    vocab = core.model.head.vocab
+    # A rank without its peers has embeddings of its own part of the vocabulary only; those of others would be zero.
+    alone = core.mesh.world.size > core.world.size
+    first, last = (vocab.start, vocab.stop) if alone else (0, vocab.total)
+    if same_token:
+        return [source.randrange(first, last)] * count
+    return [source.randrange(first, last) for _ in range(count)]
 
 
 def _lead_steps(core: EngineCore, count: int, same_token: bool) -> list[float]:
@@ -271,15 +304,17 @@ def _device_ms(core: EngineCore) -> float | None:
     return float(start.elapsed_time(stop)) / _DEVICE_STEPS
 
 
-def _experts_hit(core: EngineCore) -> float | None:
-    """Distinct experts that a step's tokens are sent to, mean over the layers that have experts."""
+def _experts_hit(core: EngineCore) -> tuple[float, float] | None:
+    """Distinct experts that a step's tokens choose, and those of them on this rank: means over layers with experts."""
     plan = core.scheduler.plan()
     if plan is None:
         return None
-    with _count_experts(core.model) as hits:
+    with _count_experts(core.model, core.mesh) as hits:
         # With a tap the step runs eagerly, and so past the hooks.
         core.runner.run(plan, _ignore)
-    return statistics.fmean(hits) if hits else None
+    if not hits:
+        return None
+    return statistics.fmean(one for one, _ in hits), statistics.fmean(here for _, here in hits)
 
 
 def _ignore(_batch: Batch, _layer: int, _x_TC: Tensor) -> None:
@@ -287,11 +322,14 @@ def _ignore(_batch: Batch, _layer: int, _x_TC: Tensor) -> None:
 
 
 @contextmanager
-def _count_experts(model: nn.Module) -> Iterator[list[int]]:
-    hits: list[int] = []
+def _count_experts(model: nn.Module, mesh: Mesh) -> Iterator[list[tuple[int, int]]]:
+    """Collects (distinct experts chosen, those of them on this rank) of each layer that runs."""
+    hits: list[tuple[int, int]] = []
 
-    def count(_module: nn.Module, _inputs: object, chosen: tuple[Tensor, Tensor]) -> None:
-        hits.append(len(chosen[0].unique()))
+    def count(router: nn.Module, _inputs: object, chosen: tuple[Tensor, Tensor]) -> None:
+        distinct = chosen[0].unique()
+        held = uneven_slice(router.weight.shape[0], mesh.layout.ep, mesh.coords.ep_rank)
+        hits.append((len(distinct), int(((distinct >= held.start) & (distinct < held.stop)).sum())))
 
     handles = [part.register_forward_hook(count) for part in model.modules() if isinstance(part, Router)]
     try:
@@ -301,66 +339,50 @@ def _count_experts(model: nn.Module) -> Iterator[list[int]]:
             handle.remove()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pricing:
-    """What prices a cell: the model and how it lies, and the card of the hardware, if there is one for it."""
-
-    spec: ModelSpec
-    placement: Placement
-    formats: Formats
-    hardware: Hardware | None
-    page_tokens: int
-
-    @classmethod
-    def of(cls, config: RunConfig, spec: ModelSpec, layout: Layout, core: EngineCore) -> _Pricing:
-        weights, cache = core.model.embed.weight.dtype, core.cache.layers[0].k.dtype
-        device = core.world.device
-        card = "cpu" if device.type == "cpu" else recognise_hardware(_device_name(device))
-        return cls(
-            spec=spec,
-            placement=Placement(layout=layout, choices=choices_of(config.comm)),
-            formats=make_formats(str(weights).removeprefix("torch."), str(cache).removeprefix("torch.")),
-            hardware=None if card is None else load_hardware(card),
-            page_tokens=config.cache.page_tokens,
-        )
-
-    def price(self, cell: Cell, hit: float | None) -> tuple[int, float | None, float | None]:
-        """Bytes read in a step, their time at the card's bandwidth and the predicted time, milliseconds."""
-        routing: Literal["random"] | int = "random" if hit is None else round(hit)
-        load = Workload(batch=cell.batch, context=cell.context, page_tokens=self.page_tokens, routing=routing)
-        given = (self.placement, self.formats, load)
-        each_layer = sum(one.num_bytes for one in attention_work(self.spec, *given))
-        total = self.spec.num_layers * each_layer + sum(one.num_bytes for one in head_work(self.spec, *given))
-        for kind, count in layer_counts(self.spec).items():
-            if count:
-                total += count * sum(one.num_bytes for one in ffn_work(self.spec, kind, *given))
-        if self.hardware is None:
-            return int(total), None, None
-        predicted = placement_cost(self.spec, self.placement, self.formats, self.hardware, load).ttl_ms
-        return int(total), total / self.hardware.memory.value / 1e3, predicted
-
-
-def _device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
-
-
 def print_report(report: DecodeReport, *, as_json: bool) -> None:
     """A table, unless `as_json`; the last line is one JSON object in any case."""
     if not as_json:
-        title = f"{report.model}, {report.num_layers} layers, {report.dtype}, {report.layout}, {report.device}"
-        table = Table(title=f"{title}: ms a decode step ({report.mode})", box=box.SIMPLE)
-        for name in ("batch x context", "TTL", "quartiles", "device", "host", "experts hit", "GB read", "ceiling"):
+        title = f"{report.model}, {report.num_layers} layers, {report.dtype}, {report.device}"
+        modes = ", ".join(dict.fromkeys(one.mode for one in report.timings))
+        table = Table(title=f"{title}: ms a decode step ({modes})", box=box.SIMPLE)
+        table.add_column("layout")
+        for name in _COLUMNS:
             table.add_column(name, justify="right")
-        table.add_column("of ceiling", justify="right")
-        table.add_column("predicted", justify="right")
         for one in report.timings:
             table.add_row(*_row(one))
-        Console(width=140).print(table)
+        Console(width=170).print(table)
         for line in report.skipped:
             print(f"skipped {line}")
-        print("TTL: median from plan to tokens on the host; host: share in which the device waits for the host")
-        print("ceiling: bytes read over the card's bandwidth; predicted: `helix plan`'s cost model, same experts hit")
-    print(json.dumps({"bench": "decode", **asdict(report)}))
+        for line in _legend(report):
+            print(line)
+    print(json.dumps(report_to_dict(report)))
+
+
+_COLUMNS = (
+    "batch x context",
+    "TTL",
+    "quartiles",
+    "device",
+    "host",
+    "collectives",
+    "experts hit",
+    "GB read",
+    "ceiling",
+    "of ceiling",
+    "predicted",
+    "error",
+)
+
+
+def _legend(report: DecodeReport) -> Iterator[str]:
+    yield "TTL: median from plan to tokens on the host; host: share in which the device waits for the host"
+    if any(one.one_rank for one in report.timings):
+        yield (
+            "collectives: not run (one rank without its peers: local work of the same bytes, which TTL holds); their "
+            "time is the cost model's, and is added to TTL for the whole step"
+        )
+    yield "ceiling: every byte read once and every product at the card's best rates, without messages and fixed costs"
+    yield "predicted: `helix plan`'s cost model, same experts hit; error: of it against TTL, added collectives left out"
 
 
 def _row(one: Timing) -> tuple[str, ...]:
@@ -368,15 +390,21 @@ def _row(one: Timing) -> tuple[str, ...]:
         return "-" if value is None else format(value, form)
 
     share = None if one.ceiling_ms is None else one.ceiling_ms / one.ttl_ms
+    hits = number(one.experts_hit, ".1f")
+    if one.one_rank and one.local_experts_hit is not None:
+        hits += f", here {one.local_experts_hit:.1f}"
     return (
+        f"one rank of {one.variant}" if one.one_rank else one.layout,
         f"{one.batch} x {one.context}",
         number(one.ttl_ms),
         f"{one.low_ms:.3f}..{one.high_ms:.3f}",
         number(one.device_ms),
         number(one.host_share, ".1%"),
-        number(one.experts_hit, ".1f"),
+        f"+{one.collectives_ms:.3f}" if one.one_rank else "in TTL",
+        hits,
         f"{one.read_bytes / 1e9:.3f}",
         number(one.ceiling_ms),
         number(share, ".0%"),
         number(one.predicted_ms),
+        number(one.prediction_error, "+.0%"),
     )

@@ -14,7 +14,7 @@ import torch
 from helix.cache.pools import build_cache, page_bytes
 from helix.capabilities import check_capabilities
 from helix.comm.group import Group
-from helix.comm.mesh import build_mesh
+from helix.comm.mesh import Mesh, build_mesh
 from helix.comm.world import World
 from helix.config import RunConfig
 from helix.engine.core import EngineCore
@@ -105,15 +105,22 @@ def resolve_context(config: RunConfig, spec: ModelSpec) -> int:
 
 
 def build_core(
-    config: RunConfig, spec: ModelSpec, layout: Layout, world: World, progress: Callable[[str, int], None] | None = None
+    config: RunConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    world: World,
+    progress: Callable[[str, int], None] | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> EngineCore:
     """Build and load this rank's model and cache. Collective over all ranks of `world`.
 
-    `progress(tensor name, bytes)` is called for each tensor read.
+    `progress(tensor name, bytes)` is called for each tensor read. `mesh` takes the place of the groups of `layout` over
+    `world` (see `helix.comm.stand_in`).
     """
     device = world.device
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    mesh = build_mesh(layout, world)
+    mesh = build_mesh(layout, world) if mesh is None else mesh
     model = Decoder(spec, mesh, config.comm, dtype=dtype, device=device)
     _fill(model, spec, config, world, progress)
     rule = PageRule(config.cache.page_tokens, layout.kvp)
@@ -129,7 +136,7 @@ def build_core(
         max_context=max_context,
         prefill_chunk=config.engine.prefill_chunk,
     )
-    cache = build_cache(spec, layout, world.rank, num_rows, rule.page_tokens, cache_dtype, device)
+    cache = build_cache(spec, layout, mesh.rank, num_rows, rule.page_tokens, cache_dtype, device)
     runner = Runner(
         model,
         cache,

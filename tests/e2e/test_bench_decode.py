@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from helix.bench.decode import Cell, clear, fill_cache, place_requests
+from helix.bench.decode import Cell, clear, place_requests
+from helix.bench.ranks import fill_cache
 from helix.cli import main
 from helix.comm.world import single_world
 from helix.config import make_config

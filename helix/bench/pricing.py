@@ -1,0 +1,93 @@
+"""What a measured step is held against: the bytes it reads, the device's ceiling, and the cost model's prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from helix.config import RunConfig
+from helix.cost.choices import Formats, Placement, Workload, make_formats
+from helix.cost.hardware import Hardware, load_hardware, recognise_hardware
+from helix.cost.step import placement_cost
+from helix.cost.weights import layer_counts
+from helix.cost.work import attention_work, busiest_hits, ffn_work, head_work
+from helix.engine.core import EngineCore
+from helix.layout import Layout
+from helix.model_spec import ModelSpec
+from helix.planner.auto import choices_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """One step, milliseconds; None where no hardware card knows the device.
+
+    `ceiling_ms`: every byte read once and every product at the card's best rates, no fixed cost, no message.
+    `predicted_ms` is the whole step, and `collectives_ms` what its messages take of that (what overlap hides left out).
+    """
+
+    read_bytes: int
+    ceiling_ms: float | None = None
+    predicted_ms: float | None = None
+    collectives_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """What prices steps: the model and how it lies, and the card of the hardware, if there is one for it."""
+
+    spec: ModelSpec
+    placement: Placement
+    formats: Formats
+    hardware: Hardware | None
+    page_tokens: int
+
+    @classmethod
+    def of(cls, config: RunConfig, spec: ModelSpec, layout: Layout, core: EngineCore) -> Pricing:
+        weights, cache = core.model.embed.weight.dtype, core.cache.layers[0].k.dtype
+        device = core.world.device
+        card = "cpu" if device.type == "cpu" else recognise_hardware(device_name(device))
+        return cls(
+            spec=spec,
+            placement=Placement(layout=layout, choices=choices_of(config.comm)),
+            formats=make_formats(str(weights).removeprefix("torch."), str(cache).removeprefix("torch.")),
+            hardware=None if card is None else load_hardware(card),
+            page_tokens=config.cache.page_tokens,
+        )
+
+    def decode(self, batch: int, context: int, local_hits: float | None) -> Price:
+        """A decode step in which the rank reads `local_hits` experts a layer (None: what is expected)."""
+        load = Workload(
+            batch=batch, context=context, page_tokens=self.page_tokens, routing=self._whole_layer_hits(local_hits)
+        )
+        given = (self.placement, self.formats, load)
+        each_layer = sum(one.num_bytes for one in attention_work(self.spec, *given))
+        total = self.spec.num_layers * each_layer + sum(one.num_bytes for one in head_work(self.spec, *given))
+        for kind, count in layer_counts(self.spec).items():
+            if count:
+                total += count * sum(one.num_bytes for one in ffn_work(self.spec, kind, *given))
+        if self.hardware is None:
+            return Price(read_bytes=int(total))
+        cost = placement_cost(self.spec, self.placement, self.formats, self.hardware, load)
+        ceiling = placement_cost(self.spec, self.placement, self.formats, self.hardware.ideal(), load)
+        return Price(
+            read_bytes=int(total),
+            ceiling_ms=ceiling.ttl_ms,
+            predicted_ms=cost.ttl_ms,
+            collectives_ms=(cost.parts.communication - cost.parts.overlap_gained) / 1e3,
+        )
+
+    def busiest_hits(self, batch: int) -> float | None:
+        """Experts a layer that the EP rank which is waited for reads, expected for random routing."""
+        moe = self.spec.moe
+        return None if moe is None else busiest_hits(moe, self.placement.layout.ep, batch, "random")
+
+    def _whole_layer_hits(self, local_hits: float | None) -> Literal["random"] | int:
+        """As `Workload.routing` takes it: a count over all EP ranks, of which this rank has its even share."""
+        return "random" if local_hits is None else round(local_hits * self.placement.layout.ep)
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself; "cpu" for a CPU."""
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
