@@ -1,4 +1,4 @@
-"""`helix bench decode`: the time of decode steps over batch x context x layout, on a cache that is filled synthetically.
+"""`helix bench decode`: the time of decode steps over batch x context x layout, on a synthetically filled cache.
 
 The engine's own steps are timed (scheduler, inputs, model, choice of tokens), each from its plan to its tokens on the
 host. No prompt is computed: pages are filled with random numbers, and the requests are booked as computed. The tokens
@@ -326,9 +326,9 @@ def _count_experts(model: nn.Module, mesh: Mesh) -> Iterator[list[tuple[int, int
     """Collects (distinct experts chosen, those of them on this rank) of each layer that runs."""
     hits: list[tuple[int, int]] = []
 
-    def count(router: nn.Module, _inputs: object, chosen: tuple[Tensor, Tensor]) -> None:
+    def count(router: Router, _inputs: object, chosen: tuple[Tensor, Tensor]) -> None:
         distinct = chosen[0].unique()
-        held = uneven_slice(router.weight.shape[0], mesh.layout.ep, mesh.coords.ep_rank)
+        held = uneven_slice(router.moe.num_experts, mesh.layout.ep, mesh.coords.ep_rank)
         hits.append((len(distinct), int(((distinct >= held.start) & (distinct < held.stop)).sum())))
 
     handles = [part.register_forward_hook(count) for part in model.modules() if isinstance(part, Router)]

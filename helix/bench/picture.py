@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from helix.bench.decode import DecodeReport
 from helix.errors import ConfigError
+from helix.planner.explain import tokens_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 _COLOURS: Final = ("#0b3d91", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#999999", "#332288")
 _SUFFIXES: Final = (".png", ".svg", ".pdf")
 _BAR: Final = 0.8
+_CEILING: Final[dict[str, Any]] = {"color": "black", "linewidth": 1.6, "solid_capstyle": "butt"}
+_PREDICTED: Final[dict[str, Any]] = {
+    "marker": "D", "markersize": 5, "markerfacecolor": "#f0e442", "markeredgecolor": "black", "linestyle": "none",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,7 @@ def write_bars(bars: Sequence[Bar], path: Path, *, title: str, unit: str, groups
     axes = figure.subplots()
     draw_bars(axes, bars, places, series)
     axes.set_title(title, fontsize=10, loc="left")
+    add_legend(figure, bars, series)
     axes.set_ylabel(unit)
     axes.set_xlabel(groups)
     figure.savefig(path, dpi=130)
@@ -70,60 +76,49 @@ def write_bars(bars: Sequence[Bar], path: Path, *, title: str, unit: str, groups
 def draw_bars(axes: Axes, bars: Sequence[Bar], places: Sequence[str], series: Sequence[str]) -> None:
     """Solid: measured; hatched on top: added from the cost model; line across: ceiling; diamond: predicted."""
     width = _BAR / len(series)
-    labelled: set[str] = set()
-
-    def label(text: str) -> str:
-        fresh = text not in labelled
-        labelled.add(text)
-        return text if fresh else "_nolegend_"
-
     for bar in bars:
         place = places.index(bar.group) + (series.index(bar.series) + 0.5) * width - _BAR / 2
-        colour = _COLOURS[series.index(bar.series) % len(_COLOURS)]
-        axes.bar(place, bar.measured, width * 0.9, color=colour, label=label(bar.series))
+        colour = _colour(series.index(bar.series))
+        axes.bar(place, bar.measured, width * 0.9, color=colour)
         total = bar.measured + bar.added
         if bar.added:
-            axes.bar(
-                place,
-                bar.added,
-                width * 0.9,
-                bottom=bar.measured,
-                facecolor="white",
-                edgecolor=colour,
-                hatch="////",
-                linewidth=0.8,
-                label=label("collectives, from the cost model"),
-            )
+            hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.8}
+            axes.bar(place, bar.added, width * 0.9, bottom=bar.measured, **hatched)
         axes.annotate(f"{total:.3g}", (place, total), (0, 2), textcoords="offset points", ha="center", fontsize=7)
         if bar.ceiling is not None:
             ends = (place - width * 0.45, place + width * 0.45)
             axes.plot(ends, (bar.ceiling, bar.ceiling), color="white", linewidth=3.2, solid_capstyle="butt")
-            axes.plot(ends, (bar.ceiling, bar.ceiling), color="black", linewidth=1.6, label=label("ceiling"))
+            axes.plot(ends, (bar.ceiling, bar.ceiling), **_CEILING)
         if bar.predicted is not None:
-            axes.plot(
-                place,
-                bar.predicted,
-                marker="D",
-                markersize=5,
-                markerfacecolor="#f0e442",
-                markeredgecolor="black",
-                linestyle="none",
-                label=label("predicted"),
-            )
+            axes.plot(place, bar.predicted, **_PREDICTED)
     axes.set_xticks(range(len(places)), places)
-    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.06)
+    axes.set_xlim(-0.5, len(places) - 0.5)
+    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.04)
     axes.grid(axis="y", linewidth=0.4, alpha=0.5)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
 
 
-def tokens_text(count: int) -> str:
-    """131072 -> 128K."""
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if count >= size and count % size == 0:
-            return f"{count // size}{unit}"
-    return str(count)
+def add_legend(figure: Figure, bars: Sequence[Bar], series: Sequence[str]) -> None:
+    """Layouts first, then the marks; above the axes, where it hides no bar."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    entries: list[Patch | Line2D] = [Patch(color=_colour(at), label=name) for at, name in enumerate(series)]
+    if any(bar.added for bar in bars):
+        entries.append(
+            Patch(facecolor="white", edgecolor="#555555", hatch="////", label="collectives, by the cost model")
+        )
+    if any(bar.ceiling is not None for bar in bars):
+        entries.append(Line2D([], [], label="ceiling of the device", **_CEILING))
+    if any(bar.predicted is not None for bar in bars):
+        entries.append(Line2D([], [], label="predicted", **_PREDICTED))
+    columns = max(int(figure.get_figwidth() // 2.3), 1)
+    figure.legend(handles=entries, loc="outside upper left", ncols=columns, fontsize=8, frameon=False)
+
+
+def _colour(index: int) -> str:
+    return _COLOURS[index % len(_COLOURS)]
 
 
 def _figure(width: float, height: float) -> Figure:

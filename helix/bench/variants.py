@@ -73,7 +73,7 @@ def _variant(config: RunConfig, spec: ModelSpec, text: str, *, one_rank: bool) -
         given[key] = value.strip()
     try:
         sizes: dict[str, Any] = {name: int(given[name]) for name in _SIZES if name in given}
-        rival = {name: int(given[name]) for name in ("tp", "dcp") if name in given}
+        rival: dict[str, int] = {name: int(given[name]) for name in ("tp", "dcp") if name in given}
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: sizes are whole numbers ({error})") from error
     comm: dict[str, Any] = {name: value for name, value in given.items() if name in CommConfig.model_fields}

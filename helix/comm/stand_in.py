@@ -22,28 +22,21 @@ class StandInComm:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def all_reduce(self, x: Tensor, group: object = None) -> None:
+    def all_reduce(self, x: Tensor, **_group: object) -> None:
         """One pass over `x`, whose values stay: the sum of partial results that are not there."""
         x.mul_(1)
 
-    def all_gather_into_tensor(self, out: Tensor, x: Tensor, group: object = None) -> None:
+    def all_gather_into_tensor(self, out: Tensor, x: Tensor, **_group: object) -> None:
         out.unflatten(0, (self.size, -1)).copy_(x.unsqueeze(0))
 
-    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, group: object = None) -> None:
+    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, **_group: object) -> None:
         torch.sum(x.unflatten(0, (self.size, -1)), dim=0, out=out)
 
-    def all_to_all_single(
-        self,
-        out: Tensor,
-        x: Tensor,
-        out_splits: list[int] | None = None,
-        x_splits: list[int] | None = None,
-        group: object = None,
-    ) -> None:
+    def all_to_all_single(self, out: Tensor, x: Tensor, *_splits: list[int], **_group: object) -> None:
         """Every peer sends what this rank sends it; so uneven runs agree on both sides, and `out` has `x`'s rows."""
         out.copy_(x)
 
-    def broadcast(self, x: Tensor, source: int, group: object = None) -> None:
+    def broadcast(self, x: Tensor, source: int, **_group: object) -> None:
         """This rank's values are everybody's."""
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from helix.bench.decode import Cell, clear, place_requests
+from helix.bench.decode import Cell, DecodeReport, DecodeTask, clear, place_requests
 from helix.bench.ranks import fill_cache
+from helix.bench.variants import read_variants
 from helix.cli import main
-from helix.comm.world import single_world
+from helix.comm.world import World, single_world
 from helix.config import make_config
 from helix.engine.build import build_core, resolve_spec
 from helix.engine.core import EngineCore
+from helix.errors import ConfigError
 from helix.layout import Layout
+from tests.ranks import RankPool
 from tests.tiny import TinyModels
 
 STEPS = ["--steps", "3", "--warmup", "1", "--set", "engine.device=cpu", "--set", "cache.num_page_rows=40"]
@@ -27,7 +31,8 @@ def test_prints_a_table_and_one_json_line(tiny: TinyModels, capsys: pytest.Captu
     assert ended.value.code == 0
     lines = capsys.readouterr().out.strip().splitlines()
     report = json.loads(lines[-1])
-    assert (report["bench"], report["mode"], report["num_layers"]) == ("decode", "eager", 2)
+    assert (report["bench"], report["num_layers"]) == ("decode", 2)
+    assert {(one["mode"], one["one_rank"], one["collectives_ms"]) for one in report["timings"]} == {("eager", False, 0)}
     assert [(one["batch"], one["context"]) for one in report["timings"]] == [(1, 100), (4, 100)]
     assert len(report["skipped"]) == 2
     assert "9216" in report["skipped"][0]
@@ -39,6 +44,86 @@ def test_prints_a_table_and_one_json_line(tiny: TinyModels, capsys: pytest.Captu
         assert timing["device_ms"] is None
         assert 0 < timing["ceiling_ms"] <= timing["predicted_ms"]
     assert any("1 x 100" in line for line in lines[:-1])
+
+
+def test_one_rank_of_several_layouts(tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank alone: its own share of the experts and of the bytes, and collectives that only the model knows."""
+    model = ["--set", f"model={{path: {tiny.path('deepseek_v3_moe')}}}", "--card", "smollm2-135m"]
+    picture = tmp_path / "decode.png"
+    chosen = ["--one-rank-of", "kvp=3,ep=3; tp=3,ep=3; tp=3,dcp=3,merge=ag_rs", "--cells", "2x400", *STEPS]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "decode", *model, *chosen, "--plot", str(picture)])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    helix, plain, dcp = json.loads(lines[-1])["timings"]
+    assert [one["layout"] for one in (helix, plain, dcp)] == [
+        "kvp=3 tpa=1 tpf=1 ep=3",
+        "kvp=1 tpa=3 tpf=1 ep=3 duplicate_kv",
+        "kvp=3 tpa=1 tpf=3 ep=1",
+    ]
+    assert helix["read_bytes"] < plain["read_bytes"], "plain TP reads the whole sequence on every rank"
+    for one in (helix, plain, dcp):
+        assert one["collectives_ms"] > 0
+        assert one["total_ms"] == one["ttl_ms"] + one["collectives_ms"]
+        assert one["predicted_ms"] > one["collectives_ms"]
+        assert one["prediction_error"] > -1
+    for one in (helix, plain):
+        assert one["local_experts_hit"] <= 4 <= one["experts_hit"] <= 6
+    assert dcp["local_experts_hit"] == dcp["experts_hit"], "with ep=1 every expert is here"
+    assert dcp["collectives_ms"] > helix["collectives_ms"], "it gathers queries, and merges in two collectives"
+    assert picture.stat().st_size > 10_000
+    assert any("cost model's" in line for line in lines[:-1])
+
+
+def timed_on_ranks(world: World, task: DecodeTask) -> DecodeReport:
+    return task.run(world)
+
+
+def test_real_ranks(tiny: TinyModels, ranks: RankPool) -> None:
+    config = make_config(model={"path": tiny.path("qwen3")}, cache={"num_page_rows": 20}, engine={"device": "cpu"})
+    variants = read_variants(config, resolve_spec(config), "kvp=2,tpa=1;kvp=1,tpa=2", None)
+    for variant in variants:
+        task = DecodeTask(variant=variant, cells=(Cell(batch=2, context=300),), steps=2, warmup=1, same_token=False)
+        (timing,) = ranks.run(2, timed_on_ranks, task)[0].timings
+        assert timing.layout.startswith(variant.label.replace(",", " "))
+        assert timing.collectives_ms == 0
+        assert timing.ttl_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kvp", "is not key=value"),
+        ("vkp=2", "kvp, tpa, tpf, ep, tp, dcp"),
+        ("kvp=two", "whole numbers"),
+        ("kvp=2,tp=4", "one pair or the other"),
+        ("tp=4,dcp=3", "must divide"),
+        ("kvp=2,merge=sum", "comm.merge"),
+    ],
+)
+def test_variants_that_are_refused(tiny: TinyModels, text: str, words: str) -> None:
+    config = make_config(model={"path": tiny.path("qwen3")})
+    with pytest.raises(ConfigError, match=words):
+        read_variants(config, resolve_spec(config), text, None)
+
+
+def test_variants() -> None:
+    config = make_config(model={"card": "deepseek-v2-lite", "load": "dummy"}, comm={"dispatch": "local"})
+    spec = resolve_spec(config)
+    found = read_variants(config, spec, "tp=8,ep=8; dcp=4", "kvp=8,exchange_space=value")
+    assert [str(one.layout(spec)) for one in found] == [
+        "kvp=1 tpa=8 tpf=1 ep=8 duplicate_kv",
+        "kvp=4 tpa=1 tpf=4 ep=1",
+        "kvp=8 tpa=1 tpf=8 ep=1",
+    ]
+    assert [one.one_rank for one in found] == [False, False, True]
+    assert [one.config.comm.query for one in found] == ["auto", "gather", "auto"]
+    assert [one.config.comm.exchange_space for one in found] == ["auto", "auto", "value"]
+    assert {one.config.comm.dispatch for one in found} == {"local"}
+    grouped = make_config(model={"card": "llama-3.1-405b", "load": "dummy"})
+    (one,) = read_variants(grouped, resolve_spec(grouped), "tp=16,dcp=2", None)
+    assert str(one.layout(resolve_spec(grouped))) == "kvp=2 tpa=8 tpf=16 ep=1"
+    assert one.config.comm.query == "auto", "grouped heads have no gather"
 
 
 @pytest.fixture
