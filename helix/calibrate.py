@@ -1,18 +1,17 @@
 """`helix calibrate`: measures the constants of a hardware card on the ranks it runs on, and writes the card.
 
-What it times is what the cost model is made of: reads, products, one launch of each kind of kernel at two sizes (their
-line gives the fixed time and the rate), and each collective at several sizes. Under the launcher it uses the ranks that
-exist; in a plain process it starts the others itself. On a GPU work is captured in CUDA graphs where it can be.
+What it times is what the cost model is made of (`helix.bench.launches`): reads, products, launches of each kind of
+kernel over several sizes (a line through them gives the fixed time and the rate), the host's part of a step, and each
+collective at several sizes. Under the launcher it uses the ranks that exist; in a plain process it starts the others.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,63 +20,44 @@ from typing import Any, Final
 import torch
 import yaml
 
+from helix.bench.decode import Cell, bench_decode
+from helix.bench.launches import (
+    CPU,
+    GPU,
+    WIDTHS,
+    Line,
+    Sample,
+    Sizes,
+    attention_samples,
+    expert_samples,
+    fit_line,
+    linear_samples,
+    product_rate,
+    read_rate,
+    small_us,
+    time_us,
+)
 from helix.comm.group import Group
 from helix.comm.world import World, join_world, open_store, pick_device, single_world
-from helix.config import LaunchEnv, launch_env
-from helix.cost.hardware import OPS, Hardware, Op, load_hardware, parse_hardware, recognise_hardware
+from helix.config import LaunchEnv, launch_env, make_config
+from helix.cost.hardware import OPS, Hardware, KernelKind, Op, load_hardware, parse_hardware, recognise_hardware
 from helix.errors import ConfigError
-from helix.kernels import attend
-from helix.layers.moe import expert_products
 
-_REPEATS: Final = 9
 _STALL_S: Final = 28.0
-_COLLECTIVE_KB: Final = (4, 32, 256, 1024)
-_DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """How large the timed pieces are: some milliseconds each on the kind of device."""
-
-    read_bytes: int
-    product: int
-    linear: tuple[tuple[int, int], tuple[int, int]]
-    cached_tokens: tuple[int, int]
-    expert_counts: tuple[int, int]
-    expert_width: int
-
-
-_CPU: Final = Sizes(
-    read_bytes=64 << 20,
-    product=512,
-    linear=((256, 256), (2048, 2048)),
-    cached_tokens=(512, 8192),
-    expert_counts=(1, 8),
-    expert_width=256,
-)
-_GPU: Final = Sizes(
-    read_bytes=4 << 30,
-    product=8192,
-    linear=((2048, 2048), (16384, 16384)),
-    cached_tokens=(32768, 524288),
-    expert_counts=(6, 48),
-    expert_width=1408,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Time against size: ``fixed_us + size / rate``."""
-
-    fixed_us: float
-    rate: float
+_MEASURE_LIMIT_S: Final = 300.0
+_COLLECTIVE_KB: Final = (4, 32, 128, 1024, 4096)
+_FORMATS: Final = ("bfloat16", "float32", "float8")
+# The model whose steps show the host's part: long enough on a device that a host which plans ahead is not in the way.
+_STEP_MODEL: Final = {"card": "llama-3.1-8b", "load": "dummy", "num_layers": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """What was measured on rank 0, beside the card whose datasheet values it is held against.
 
-    Rates are per microsecond. `collectives` maps each to [(KB of a rank's buffer, us)]; empty with one rank.
+    Rates are per microsecond. `samples` are the timed launches by kind; `latent_products` is one where arithmetic
+    binds; `widths` are expert products cut ever narrower. `step_us` is the host's part of a step (None: not measured).
+    `collectives` maps each to [(KB of a rank's buffer, us)]; empty with one rank.
     """
 
     device: str
@@ -86,9 +66,21 @@ class Calibration:
     base: Hardware
     read_rate: float
     product_rates: dict[str, float]
-    kernels: dict[str, Line]
+    samples: dict[KernelKind, tuple[Sample, ...]]
+    latent_products: Sample
+    widths: tuple[Sample, ...]
     small_us: float
+    step_us: float | None
     collectives: dict[Op, list[tuple[float, float]]]
+
+    @property
+    def best_read_rate(self) -> float:
+        """The fastest read seen: of the plain sum, or of a launch of any kind."""
+        return max(self.read_rate, *(one.num_bytes / one.us for some in self.samples.values() for one in some))
+
+    @property
+    def lines(self) -> dict[KernelKind, Line]:
+        return {kind: fit_line(samples) for kind, samples in self.samples.items()}
 
 
 def calibrate(num_ranks: int = 1, device: str = "auto", hardware: str | None = None) -> Calibration | None:
@@ -109,7 +101,10 @@ def calibrate(num_ranks: int = 1, device: str = "auto", hardware: str | None = N
     with ExitStack() as stack:
         world = stack.enter_context(_world(num_ranks, device, env))
         measured = measure(world, hardware)
-        return measured if world.rank == 0 else None
+    if world.rank != 0:
+        return None
+    alone = env is None and num_ranks == 1 and world.device.type == "cuda"
+    return replace(measured, step_us=_host_us()) if alone else measured
 
 
 @contextmanager
@@ -164,126 +159,48 @@ def _follow(rank: int, size: int, port: int, device: str) -> None:
 def measure(world: World, hardware: str | None) -> Calibration:
     """All measurements on this rank. Collective over the ranks of `world`."""
     device = world.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    base_name = hardware or recognise_hardware(name) or ("h200-sxm" if device.type == "cuda" else "cpu")
-    sizes = _GPU if device.type == "cuda" else _CPU
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.inference_mode():
-        world.monitor.work("calibrating")
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else "cpu"
+    base_name = hardware or recognise_hardware(name) or ("h200-sxm" if cuda else "cpu")
+    sizes, dtype = (GPU, torch.bfloat16) if cuda else (CPU, torch.float32)
+    with torch.inference_mode(), world.monitor.long_operation("calibrating", _MEASURE_LIMIT_S):
+        products = {one: product_rate(device, one, sizes.product) for one in _FORMATS}
+        samples = _samples(device, dtype, sizes)
+        (latent_products,) = attention_samples(device, dtype, [sizes.latent_products], 576, 512)
+        widths = [(8, width) for width in WIDTHS] if cuda else []
         return Calibration(
             device=name,
             num_ranks=world.size,
             base_name=base_name,
             base=load_hardware(base_name),
-            read_rate=_read_rate(device, sizes),
-            product_rates={key: _product_rate(device, value, sizes.product) for key, value in _DTYPES.items()},
-            kernels={
-                "linear": _linear(device, dtype, sizes),
-                "attention": _attention(device, dtype, sizes, 8, 128, 128),
-                "latent_attention": _attention(device, dtype, sizes, 16, 576, 512),
-                "experts": _experts(device, dtype, sizes),
-            },
-            small_us=_small(device, dtype),
+            read_rate=read_rate(device, sizes),
+            product_rates={one: rate for one, rate in products.items() if rate is not None},
+            samples=samples,
+            latent_products=latent_products,
+            widths=tuple(expert_samples(device, dtype, sizes, widths)),
+            small_us=small_us(device, dtype, sizes),
+            step_us=None,
             collectives={op: _collective(world.group, op, device) for op in OPS} if world.size > 1 else {},
         )
 
 
-def time_us(call: Callable[[], object], device: torch.device, *, capture: bool = True) -> float:
-    """Median time of `call`, microseconds; on a GPU from a graph of it where `capture` says that it can be captured."""
-    call()
-    if device.type != "cuda":
-        return statistics.median([_wall_us(call) for _ in range(_REPEATS)])
-    run, calls = call, 1
-    if capture:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(device)
-        calls = 10
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
-        run = graph.replay
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
+def _samples(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[KernelKind, tuple[Sample, ...]]:
+    return {
+        "linear": tuple(linear_samples(device, dtype, sizes)),
+        "attention": tuple(attention_samples(device, dtype, sizes.attention, 128, 128)),
+        "latent_attention": tuple(attention_samples(device, dtype, sizes.latent, 576, 512)),
+        "experts": tuple(expert_samples(device, dtype, sizes, sizes.experts)),
+    }
 
 
-def _wall_us(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
-
-
-def fit_line(points: Iterable[tuple[float, float]]) -> Line:
-    """The line through the first and the last of (size, us), with a fixed time that is not below zero."""
-    (small, fast), *_, (large, slow) = points
-    rate = (large - small) / max(slow - fast, 1e-3)
-    return Line(max(fast - small / rate, 0.0), rate)
-
-
-def _read_rate(device: torch.device, sizes: Sizes) -> float:
-    values = torch.ones(sizes.read_bytes // 8, dtype=torch.int64, device=device)
-    return sizes.read_bytes / time_us(values.sum, device)
-
-
-def _product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2.0 * size**3 / time_us(lambda: left @ right, device)
-
-
-def _linear(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Line:
-    points = []
-    for outputs, inputs in sizes.linear:
-        weight = torch.randn(outputs, inputs, device=device).to(dtype)
-        x = torch.randn(1, inputs, device=device).to(dtype)
-        points.append((weight.nbytes, time_us(partial(torch.nn.functional.linear, x, weight), device)))
-    return fit_line(points)
-
-
-def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes, heads: int, width: int, values: int) -> Line:
-    """One query of `heads` heads over one KV head; for the latent form keys and values share the pool."""
-    points = []
-    for tokens in sizes.cached_tokens:
-        pages = tokens // 64
-        keys = torch.randn(pages, 64, 1, width, device=device).to(dtype)
-        pool = keys[..., :values] if values < width else torch.randn_like(keys)
-        query = torch.randn(1, heads, width, device=device).to(dtype)
-        table = torch.arange(pages, dtype=torch.int32, device=device).view(1, -1)
-        starts = torch.tensor([0, 1], device=device)
-        visible = torch.tensor([tokens], device=device)
-
-        read = keys.nbytes + (0 if values < width else pool.nbytes)
-        call = partial(attend, query, keys, pool, table, starts, visible, 0.1)
-        points.append((read, time_us(call, device, capture=False)))
-    return fit_line(points)
-
-
-def _experts(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Line:
-    """One token for each of so many experts."""
-    hidden, width = (2048, sizes.expert_width) if device.type == "cuda" else (256, sizes.expert_width)
-    most = sizes.expert_counts[-1]
-    gate_up = torch.randn(most, 2 * width, hidden, device=device).to(dtype)
-    down = torch.randn(most, hidden, width, device=device).to(dtype)
-    points = []
-    for count in sizes.expert_counts:
-        x = torch.randn(1, hidden, device=device).to(dtype)
-        chosen = torch.arange(count, device=device).view(1, -1)
-        weight = torch.ones(1, count, device=device)
-
-        read = count * (gate_up[0].nbytes + down[0].nbytes)
-        call = partial(expert_products, x, chosen, weight, gate_up, down, "silu")
-        points.append((read, time_us(call, device, capture=False)))
-    return fit_line(points)
-
-
-def _small(device: torch.device, dtype: torch.dtype) -> float:
-    x = torch.randn(1, 2048, device=device).to(dtype)
-    return time_us(lambda: x.add_(0.0), device)
+def _host_us() -> float | None:
+    """What a step takes a user beyond what it takes the device: scheduling, inputs, and waiting for the tokens."""
+    config = make_config({"model": _STEP_MODEL}, cache={"num_page_rows": 64})
+    report = bench_decode(config, [Cell(batch=1, context=1024)], steps=32, warmup=8)
+    if report is None or report.timings[0].device_ms is None:
+        return None
+    timing = report.timings[0]
+    return max(timing.ttl_ms - timing.device_ms, 0.0) * 1e3
 
 
 def _collective(group: Group, op: Op, device: torch.device) -> list[tuple[float, float]]:
@@ -294,7 +211,7 @@ def _collective(group: Group, op: Op, device: torch.device) -> list[tuple[float,
         x = torch.zeros(values, device=device)
         call = _prepared(group, op, x)
         group.all_reduce(torch.zeros(1, device=device))
-        us = torch.tensor([time_us(call, device, capture=device.type == "cuda")])
+        us = torch.tensor([time_us([call] * 10, device)])
         slowest = float(group.all_gather(us.new_empty(group.size, 1).to(device), us.to(device)).max())
         points.append((float(kilobytes), max(slowest, points[-1][1] if points else 0.0)))
     return points
@@ -319,7 +236,7 @@ def to_card(found: Calibration) -> dict[str, Any]:
     measured = f"measured on {found.device}, {found.num_ranks} ranks"
     kept = f"not measured; as on {found.base_name}"
     rates = {
-        "memory_tb_s": _rate(found.read_rate, base.memory.datasheet, 1e6, measured),
+        "memory_tb_s": _rate(found.best_read_rate, base.memory.datasheet, 1e6, measured),
         "link_gb_s": _rate(base.link.value, base.link.datasheet, 1e3, kept),
         "internode_gb_s": _rate(base.internode.value, base.internode.datasheet, 1e3, kept),
     }
@@ -329,11 +246,12 @@ def to_card(found: Calibration) -> dict[str, Any]:
     kernels: dict[str, Any] = {
         kind: {
             "fixed_us": round(line.fixed_us, 2),
-            "bandwidth": round(min(line.rate / found.read_rate, 1.0), 4),
-            "source": measured,
+            "bandwidth": round(min(line.rate / found.best_read_rate, 1.0), 4),
+            "source": f"{measured}; line through {len(found.samples[kind])} sizes, median error {line.error:.0%}",
         }
-        for kind, line in found.kernels.items()
+        for kind, line in found.lines.items()
     }
+    kernels["latent_attention"]["products"] = round(latent_share(found), 4)
     kernels["small"] = {"fixed_us": round(found.small_us, 2), "source": measured}
     return {
         "name": f"{found.device}, calibrated",
@@ -345,8 +263,15 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "internode_us": base.internode_us,
         "collectives": {op: _curve(found, op, measured, kept) for op in OPS},
         "kernels": kernels,
-        "step_us": base.step_us,
+        "step_us": base.step_us if found.step_us is None else round(found.step_us, 1),
     }
+
+
+def latent_share(found: Calibration) -> float:
+    """Share of the product rate that latent attention reaches where arithmetic binds it."""
+    sample = found.latent_products
+    name = "bfloat16" if found.device != "cpu" else "float32"
+    return min(sample.flops / sample.us / found.product_rates[name], 1.0)
 
 
 def _rate(value: float, datasheet: float, unit: float, source: str) -> dict[str, Any]:
@@ -376,17 +301,32 @@ def write_card(found: Calibration, path: Path) -> None:
 def report_rows(found: Calibration) -> list[tuple[str, str, str, str]]:
     """(what, achieved, datasheet, share) as text, for a table."""
     base = found.base
-    rows = [_share("memory read", found.read_rate / 1e6, base.memory.datasheet / 1e6, "TB/s")]
+    sheet = base.memory.datasheet
+    rows = [
+        _share("memory, best read", found.best_read_rate / 1e6, sheet / 1e6, "TB/s"),
+        _share("memory, plain sum", found.read_rate / 1e6, sheet / 1e6, "TB/s"),
+    ]
     for name, rate in found.product_rates.items():
-        sheet = base.products.get(name)
-        rows.append(_share(f"{name} product", rate / 1e6, sheet.datasheet / 1e6 if sheet else 0.0, "TFLOP/s"))
-    for kind, line in found.kernels.items():
-        text = f"{line.fixed_us:.1f} us + bytes at {line.rate / 1e6:.3g} TB/s"
-        rows.append((kind.replace("_", " "), text, "", f"{line.rate / base.memory.datasheet:.0%}"))
+        product = base.products.get(name)
+        rows.append(_share(f"{name} product", rate / 1e6, product.datasheet / 1e6 if product else 0.0, "TFLOP/s"))
+    for kind, line in found.lines.items():
+        text = f"{line.fixed_us:.1f} us + bytes at {line.rate / 1e6:.3g} TB/s (median error {line.error:.0%})"
+        rows.append((kind.replace("_", " "), text, "", f"{line.rate / sheet:.0%}"))
+        rows += [_sample_row(one, sheet) for one in found.samples[kind]]
+    many = found.latent_products
+    rows.append((f"  {many.name}", f"{many.us:.1f} us, {many.flops / many.us / 1e6:.4g} TFLOP/s", "", ""))
+    rows += [_sample_row(one, sheet) for one in found.widths]
     rows.append(("small kernel", f"{found.small_us:.1f} us", "", ""))
+    if found.step_us is not None:
+        rows.append(("host's part of a step", f"{found.step_us:.0f} us", "", ""))
     for op, points in found.collectives.items():
         rows.append((op, ", ".join(f"{kb:g} KB {us:.0f} us" for kb, us in points), "", ""))
     return rows
+
+
+def _sample_row(one: Sample, sheet: float) -> tuple[str, str, str, str]:
+    rate = one.num_bytes / one.us
+    return f"  {one.name}", f"{one.us:.1f} us, {rate / 1e6:.3g} TB/s", "", f"{rate / sheet:.0%}"
 
 
 def _share(name: str, value: float, sheet: float, unit: str) -> tuple[str, str, str, str]:

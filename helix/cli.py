@@ -306,7 +306,7 @@ def calibrate(
         return
     write_card(found, output)
     if json_:
-        print(json.dumps({"output": str(output), "card": to_card(found)}))
+        print(json.dumps({"output": str(output), "card": to_card(found), "measured": report_rows(found)}))
         return
     table = Table("what", "achieved", "datasheet", "share", title=f"{found.device}, {found.num_ranks} ranks")
     for row in report_rows(found):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from helix.calibrate import Line, calibrate, fit_line, report_rows, write_card
+from helix.bench.launches import Sample, fit_line
+from helix.calibrate import calibrate, report_rows, write_card
 from helix.cost.hardware import OPS, load_hardware
 from helix.errors import ConfigError
 from tests.ranks import RankPool
@@ -19,7 +20,7 @@ def test_one_rank_writes_a_card(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     write_card(found, path)
     card = load_hardware(str(path))
-    assert card.memory.value == pytest.approx(found.read_rate, rel=0.01)
+    assert card.memory.value == pytest.approx(found.best_read_rate, rel=0.01)
     assert set(card.collectives) == set(OPS)
     assert "not measured" in card.collectives["all_reduce"].source
     assert "measured on cpu" in card.kernels["linear"].source
@@ -51,10 +52,19 @@ def test_a_plain_process_starts_the_other_ranks() -> None:
 
 
 def test_line() -> None:
-    line = fit_line([(100.0, 7.0), (1100.0, 12.0)])
-    assert line == Line(pytest.approx(6.5), pytest.approx(200.0))
-    # A larger size that took no longer is noise, not a negative fixed time.
-    assert fit_line([(100.0, 7.0), (1100.0, 6.0)]).fixed_us >= 0
+    def samples(*points: tuple[float, float]) -> list[Sample]:
+        return [Sample("x", size, 0.0, us) for size, us in points]
+
+    line = fit_line(samples((100.0, 7.0), (1100.0, 12.0), (2100.0, 17.0)))
+    assert (line.fixed_us, line.rate) == (pytest.approx(6.5), pytest.approx(200.0))
+    assert line.error < 1e-9
+    # A larger size that took no longer is noise, not a negative time.
+    noisy = fit_line(samples((100.0, 7.0), (1100.0, 6.0)))
+    assert noisy.fixed_us >= 0
+    assert noisy.rate > 0
+    # Relative errors count: a long launch does not drown the short ones.
+    uneven = fit_line(samples((0.0, 10.0), (0.0, 10.0), (1e6, 1010.0), (1e6, 1100.0)))
+    assert uneven.fixed_us == pytest.approx(10.0, rel=0.01)
 
 
 def test_refusals() -> None:
