@@ -8,7 +8,6 @@ collective at several sizes. Under the launcher it uses the ranks that exist; in
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -197,10 +196,10 @@ def _host_us() -> float | None:
     """What a step takes a user beyond what it takes the device: scheduling, inputs, and waiting for the tokens."""
     config = make_config({"model": _STEP_MODEL}, cache={"num_page_rows": 64})
     report = bench_decode(config, [Cell(batch=1, context=1024)], steps=32, warmup=8)
-    if report is None or report.timings[0].device_ms is None:
+    device_ms = None if report is None else report.timings[0].device_ms
+    if report is None or device_ms is None:
         return None
-    timing = report.timings[0]
-    return max(timing.ttl_ms - timing.device_ms, 0.0) * 1e3
+    return max(report.timings[0].ttl_ms - device_ms, 0.0) * 1e3
 
 
 def _collective(group: Group, op: Op, device: torch.device) -> list[tuple[float, float]]:

@@ -1,7 +1,7 @@
-"""Timings of single launches, as the cost model knows them: bytes read, operations, microseconds; then lines through them.
+"""Timings of single launches, as the cost model has them: bytes, operations, microseconds; a line through each.
 
-Weights and pages are rotated, so that each call reads what the calls before it did not touch (cold caches). On a GPU all
-calls of a timing are replayed from one CUDA graph, which is how the engine runs its decode steps.
+Weights and pages are rotated, so that each call reads what the calls before it did not touch (cold caches). On a GPU
+all calls of a timing are replayed from one CUDA graph, which is how the engine runs its decode steps.
 
 Letters: T tokens, C model width, E experts, W width of an expert's part, P pages, B tokens of a page.
 """
