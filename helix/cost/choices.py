@@ -99,7 +99,7 @@ class Workload:
     batch: int
     context: int
     page_tokens: int = 64
-    routing: Literal["random", "balanced"] | int = "random"
+    routing: Literal["random", "balanced"] | float = "random"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

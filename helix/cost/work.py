@@ -147,14 +147,14 @@ def _small(name: str, launches: int) -> Work:
     return Work(name, "small", "weights", 0.0, 0.0, "bfloat16", launches)
 
 
-def busiest_hits(moe: MoESpec, ep: int, tokens: int, routing: Literal["random", "balanced"] | int) -> float:
+def busiest_hits(moe: MoESpec, ep: int, tokens: int, routing: Literal["random", "balanced"] | float) -> float:
     """Distinct experts that are read on the EP rank that is waited for.
 
     Random routing hits each expert with ``p = 1 - (1 - k/E)**T``; a rank's count is binomial, and the layer waits for
     the largest of `ep` such counts (taken as independent). `balanced` is the mean; a number is spread like the mean.
     """
     held = uneven_slice(moe.num_experts, ep, 0).size
-    if isinstance(routing, int):
+    if isinstance(routing, (int, float)):
         return min(routing * held / moe.num_experts, held)
     chance = 1.0 - (1.0 - moe.experts_per_token / moe.num_experts) ** tokens
     mean = held * chance

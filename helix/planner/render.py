@@ -231,7 +231,7 @@ def print_reproduction(found: Reproduction) -> None:
     for assumption in found.assumptions:
         console.print(f"  - {assumption}", soft_wrap=True)
     table = Table("result", box=box.SIMPLE_HEAD)
-    for title in ("published", "model", "error"):
+    for title in (found.against, "model", "error"):
         table.add_column(title, justify="right")
     for row in found.rows:
         shown = [

@@ -5,6 +5,7 @@
 * `vllm_dcp`: vLLM's published gain of DCP over TP on 8 x B200. Nothing is fitted.
 * `vllm_h200`: measured decode steps of vLLM on one and two H200. Nothing is fitted: kernels and collectives of that
   engine were timed alone and are inputs.
+* `helix_h200`: this engine's own measured decode steps, the same way.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from helix.layout import Layout, legal_layouts
 from helix.model_spec import ModelSpec
 from helix.planner.candidates import Candidate
 from helix.planner.frontier import Point, frontier, gpu_rate_at, sweep, user_rate_at, with_overlaps
+from helix.planner.measured import measured_steps
 from helix.planner.rivals import rival_candidates
 from helix.planner.search import Question
 from model_zoo.cards import load_card
@@ -69,11 +71,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """A set of comparisons with what they assume."""
+    """A set of comparisons with what they assume; `against` heads the column of what the model is held against."""
 
     title: str
     assumptions: tuple[str, ...]
     rows: tuple[Comparison, ...]
+    against: Literal["published", "measured"] = "published"
 
     @property
     def median_error(self) -> float:
@@ -276,6 +279,7 @@ def vllm_h200() -> Reproduction:
             "not in the model: DCP's own merge kernel (12 us a layer) and the 10% of a DCP step in which the GPU idles",
         ),
         rows=tuple(rows),
+        against="measured",
     )
 
 
@@ -293,8 +297,26 @@ def _measured_rows(table: dict[str, Any], hardware: Hardware) -> Iterable[Compar
             yield Comparison(name=name, unit=" ms", published=ms, modelled=cost.ttl_ms)
 
 
+def helix_h200() -> Reproduction:
+    """Every decode step of this engine that was measured on H200, against the hardware card that a plan uses."""
+    rows = tuple(
+        Comparison(name=one.name, unit=" ms", published=one.measured_ms, modelled=one.predicted_ms)
+        for one in measured_steps("h200-sxm")
+    )
+    return Reproduction(
+        title="This engine on H200, ms per decode step as a user sees it (helix/bench/results)",
+        assumptions=(
+            "nothing fitted to these rows; inputs: the card h200-sxm, its kernels and collectives timed alone",
+            "experts: as many distinct ones as the step's tokens really hit, printed beside each measurement",
+            "a rank that was timed without its peers is compared without messages",
+        ),
+        rows=rows,
+        against="measured",
+    )
+
+
 REPRODUCTIONS: Final[Mapping[str, Callable[[], Reproduction]]] = MappingProxyType(
-    {"helix-paper": helix_paper, "vllm-dcp": vllm_dcp, "vllm-h200": vllm_h200}
+    {"helix-paper": helix_paper, "vllm-dcp": vllm_dcp, "vllm-h200": vllm_h200, "helix-h200": helix_h200}
 )
 
 

@@ -36,7 +36,7 @@ class Question:
     page_tokens: int = 64
     memory_fraction: float = 0.9
     transport: Transport = "collective"
-    routing: Literal["random", "balanced"] | int = "random"
+    routing: Literal["random", "balanced"] | float = "random"
 
     def workload(self, batch: int, context: int | None = None) -> Workload:
         return Workload(
