@@ -39,12 +39,6 @@ def _overlap(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
     return f"comm.overlap={config.comm.overlap}: this version runs steps in lockstep order; use auto or off"
 
 
-def _query(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
-    if config.comm.query != "gather" or spec.mla:
-        return None
-    return f"comm.query=gather: needs latent attention (MLA), {spec.model_type} has none; use auto or replicate"
-
-
 def _exchange_space(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
     if config.comm.exchange_space == "auto" or spec.mla:
         return None
@@ -85,7 +79,7 @@ CAPABILITIES = (
     Capability(field="comm.merge", values="a2a, ag_rs", works="all models", problem=_none),
     Capability(field="comm.transport", values="auto, collective", works="gloo, NCCL", problem=_transport),
     Capability(field="comm.overlap", values="auto, off", works="lockstep order for now", problem=_overlap),
-    Capability(field="comm.query", values="replicate; gather", works="all models; MLA", problem=_query),
+    Capability(field="comm.query", values="replicate, gather", works="all models", problem=_none),
     Capability(field="comm.exchange_space", values="latent, value", works="MLA", problem=_exchange_space),
     Capability(field="comm.dispatch", values="local, alltoall", works="models with experts", problem=_dispatch),
     Capability(

@@ -252,7 +252,9 @@ def plan(
     all_refused: Annotated[bool, typer.Option("--all-refused", help="Every reason for a refusal.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (png, svg, pdf).")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the pictures and the table.")] = None,
-    reproduce: Annotated[str | None, typer.Option(help="Results beside the model: helix-paper, vllm-dcp, vllm-h200, helix-h200.")] = None,
+    reproduce: Annotated[
+        str | None, typer.Option(help="Results beside the model: helix-paper, vllm-dcp, vllm-h200, helix-h200.")
+    ] = None,
     yaml_: Annotated[bool, typer.Option("--yaml", help="Print a ready config of the best layout.")] = False,
     json_: JsonOption = False,
 ) -> None:

@@ -1,50 +1,51 @@
 """Grouped-query attention in the Helix layout: QKV by TPA, KV pages by KVP, exchange, output projection over all N.
 
+The queries of all heads of the shard are computed on every KVP rank (``query: replicate``), or each computes those of
+the heads it holds after the exchange and the KVP group gathers them (``gather``). Keys and values are never gathered:
+every rank computes those of its shard's KV heads, and the owner of a position stores them.
+
 Letters: T tokens, C model width, H local query heads, K local KV heads, D head width, h heads after the exchange.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from helix.cache.pools import LayerCache
 from helix.comm.mesh import Mesh
+from helix.config import CommConfig
 from helix.kernels import append, attend
 from helix.layers.batch import Batch
-from helix.layers.exchange import Exchange
+from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
 from helix.layers.rotary import apply_rotary
-from helix.layout import AttentionShard, attention_shard
+from helix.layout import AttentionShard, Slice, attention_shard
 from helix.model_spec import ModelSpec
 from helix.weights import Piece, cols, rows, whole
 
 
 class Attention(nn.Module):
-    """One layer's attention on one rank. The QKV weights are repeated across KVP, which spares a gather of queries."""
+    """One layer's attention on one rank."""
 
     def __init__(
-        self,
-        name: str,
-        spec: ModelSpec,
-        mesh: Mesh,
-        merge_form: Literal["a2a", "ag_rs"],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, spec: ModelSpec, mesh: Mesh, comm: CommConfig, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.spec = spec
         self.shard = shard = attention_shard(spec, mesh.layout, mesh.rank)
         width, hidden = spec.head_dim, spec.hidden_size
+        self.gathers = comm.query == "gather"
+        asked = Slice(shard.q_start, shard.q_stop, shard.num_q, spec.num_heads)
+        if self.gathers:
+            asked = Slice(shard.out_start, shard.out_stop, shard.exchange_heads, spec.num_heads)
+        self.num_asked = asked.padded
         self.qkv = Linear(
-            (shard.num_q + 2 * shard.num_kv) * width,
+            (asked.padded + 2 * shard.num_kv) * width,
             hidden,
-            _qkv_pieces(name, "weight", spec, shard),
-            _qkv_pieces(name, "bias", spec, shard) if spec.qkv_bias else (),
+            _qkv_pieces(name, "weight", spec, asked, shard),
+            _qkv_pieces(name, "bias", spec, asked, shard) if spec.qkv_bias else (),
             dtype=dtype,
             device=device,
         )
@@ -71,11 +72,13 @@ class Attention(nn.Module):
         if spec.output_bias:
             self.out_bias = nn.Parameter(torch.empty(hidden, dtype=dtype, device=device), requires_grad=False)
             self.declared["out_bias"] = (whole(f"{name}.o_proj.bias", (hidden,)),)
-        self.exchange = Exchange(mesh.kvp, shard.exchange_heads, merge_form)
-        self.group = mesh.world
+        self.exchange = Exchange(mesh.kvp, shard.exchange_heads, comm.merge)
+        self.kvp, self.group = mesh.kvp, mesh.world
 
     def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
         q_THD = self._project(x_TC, batch, cache, rotary)
+        if self.gathers:
+            q_THD = gather_heads(self.kvp, q_THD, self.shard.num_q, 1)
         out_THD, lse_TH = attend(
             q_THD,
             cache.k,
@@ -90,9 +93,9 @@ class Attention(nn.Module):
         return y_TC if self.out_bias is None else y_TC + self.out_bias
 
     def _project(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotated queries of this rank's heads; the tokens' keys and values are appended to the cache."""
+        """Rotated queries of the heads that this rank asks for; the tokens' keys and values go to the cache."""
         heads_THD = self.qkv(x_TC).unflatten(-1, (-1, self.spec.head_dim))
-        num_q, num_kv = self.shard.num_q, self.shard.num_kv
+        num_q, num_kv = self.num_asked, self.shard.num_kv
         interleaved = self.spec.rotary.interleaved
         if heads_THD.is_cuda and self.q_norm is None:
             from helix.kernels.triton_heads import store_heads
@@ -106,14 +109,14 @@ class Attention(nn.Module):
         return apply_rotary(q_THD, *rotary, interleaved=interleaved)
 
 
-def _qkv_pieces(name: str, kind: str, spec: ModelSpec, shard: AttentionShard) -> tuple[Piece, ...]:
-    """Rows of q, k and v one under another; `kind` is ``weight`` or ``bias``."""
+def _qkv_pieces(name: str, kind: str, spec: ModelSpec, asked: Slice, shard: AttentionShard) -> tuple[Piece, ...]:
+    """Rows of q (of the heads `asked`), k and v one under another; `kind` is ``weight`` or ``bias``."""
     width = spec.head_dim
     tail = (spec.hidden_size,) if kind == "weight" else ()
     plan = (
-        ("q_proj", spec.num_heads, shard.q_start, shard.q_stop, 0),
-        ("k_proj", spec.num_kv_heads, shard.kv_start, shard.kv_stop, shard.num_q),
-        ("v_proj", spec.num_kv_heads, shard.kv_start, shard.kv_stop, shard.num_q + shard.num_kv),
+        ("q_proj", spec.num_heads, asked.start, asked.stop, 0),
+        ("k_proj", spec.num_kv_heads, shard.kv_start, shard.kv_stop, asked.padded),
+        ("v_proj", spec.num_kv_heads, shard.kv_start, shard.kv_stop, asked.padded + shard.num_kv),
     )
     return tuple(
         rows(f"{name}.{part}.{kind}", (heads * width, *tail), start * width, stop * width, at=at * width)

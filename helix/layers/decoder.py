@@ -53,7 +53,7 @@ class Block(nn.Module):
         if spec.mla:
             self.attention = MLA(attention, spec, mesh, comm, dtype=dtype, device=device)
         else:
-            self.attention = Attention(attention, spec, mesh, comm.merge, dtype=dtype, device=device)
+            self.attention = Attention(attention, spec, mesh, comm, dtype=dtype, device=device)
         self.ffn_norm = RMSNorm(f"{name}.post_attention_layernorm", hidden, eps, dtype=dtype, device=device)
         self.ffn: MLP | MoE
         if spec.moe is not None and not spec.moe.is_dense(index):

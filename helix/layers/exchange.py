@@ -73,3 +73,9 @@ def unpack(message: Tensor, width: int) -> tuple[Tensor, Tensor]:
     # A copy even of one row, which is contiguous as it lies: after an odd width it starts inside of a 4-byte word.
     lse = message[..., width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return message[..., :width], lse.squeeze(-1)
+
+
+def gather_heads(group: Group, x: Tensor, num_heads: int, dim: int) -> Tensor:
+    """The `num_heads` heads of the group, in order, from each rank's equal share along `dim` (padding comes last)."""
+    gathered = group.all_gather(x.new_empty(group.size, *x.shape), x.contiguous())
+    return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, num_heads)

@@ -31,7 +31,7 @@ from helix.config import CommConfig
 from helix.kernels import append, attend
 from helix.kernels.expanded import attend_expanded
 from helix.layers.batch import Batch
-from helix.layers.exchange import Exchange
+from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
 from helix.layers.rotary import apply_rotary
@@ -323,9 +323,3 @@ class MLA(nn.Module):
     def _values(self, out_TXL: Tensor) -> Tensor:
         """W_UV of the heads that this rank holds it for: [T, X, L] -> [T, X, V]."""
         return torch.matmul(out_TXL.transpose(0, 1), self.w_uv.weight.transpose(1, 2)).transpose(0, 1)
-
-
-def gather_heads(group: Group, x: Tensor, num_heads: int, dim: int) -> Tensor:
-    """The `num_heads` heads of the group, in order, from each rank's equal share along `dim` (padding comes last)."""
-    gathered = group.all_gather(x.new_empty(group.size, *x.shape), x.contiguous())
-    return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, num_heads)

@@ -57,8 +57,12 @@ class Candidate:
         choices, plain = self.placement.choices, Choices()
         if self.scheme != "helix":
             return ""
-        names = ("query", "exchange_space", "dispatch")
-        words = [str(getattr(choices, name)) for name in names if getattr(choices, name) != getattr(plain, name)]
+        names = {"query": "queries", "exchange_space": "exchange", "dispatch": "dispatch"}
+        words = [
+            f"{text} {getattr(choices, name)}"
+            for name, text in names.items()
+            if getattr(choices, name) != getattr(plain, name)
+        ]
         if choices.overlap > 1:
             words.append(f"overlap {choices.overlap}")
         return ", ".join(words)
@@ -74,9 +78,9 @@ class Refused:
 
 
 def helix_choices(spec: ModelSpec, layout: Layout, base: Choices) -> Iterator[Choices]:
-    """The ways to run `layout`: query and exchange space for MLA, dispatch for experts, chunks of overlap."""
+    """The ways to run `layout`: query, exchange space for MLA, dispatch for experts, chunks of overlap."""
     sharded = layout.kvp > 1
-    queries = ("replicate", "gather") if spec.mla and sharded else ("replicate",)
+    queries = ("replicate", "gather") if sharded else ("replicate",)
     spaces = ("latent", "value") if spec.mla and sharded else ("latent",)
     dispatches = ("local", "alltoall") if spec.moe and layout.ep > 1 else ("local",)
     overlaps = _OVERLAPS if sharded else (1,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from helix.planner.search import Plan, Priced, Question
 
 _LOWEST, _HIGHEST = 1 << 10, 1 << 24
 _MAX_NEIGHBOURS = 6
+# About the model's median error on measured steps (`--reproduce`): what differs by less, it cannot decide.
+_MODEL_ERROR = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +35,17 @@ class Explanation:
 def explain(plan: Plan) -> Explanation:
     """Compare the winner with the best placement of another scheme (or the next layout), and search over contexts."""
     winner = plan.winner
-    other = next((one for one in plan.ranked[1:] if one.candidate.scheme != winner.candidate.scheme), None)
-    other = other or next(iter(plan.ranked[1:]), None)
+    others = [one for one in plan.ranked[1:] if one.candidate.scheme != winner.candidate.scheme]
+    same = [one for one in others if is_same(winner, one)]
+    other = next((one for one in others if one not in same), None) or next(
+        (one for one in plan.ranked[1:] if one not in same), None
+    )
     field_ = _field(plan)
     batch = winner.cost.batch
     low, below = _edge(plan.question, winner.candidate, field_, batch, downwards=True)
     high, above = _edge(plan.question, winner.candidate, field_, batch, downwards=False)
     return Explanation(
-        why=_why(plan.question, winner, other),
+        why=_why(plan.question, winner, other, same),
         span=_span(plan.question, winner, low, below, high, above),
         wins_from=low,
         wins_to=high,
@@ -53,8 +59,22 @@ def name_of(candidate: Candidate) -> str:
     return f"{SCHEME_TEXT[candidate.scheme]} ({candidate.label})"
 
 
-def _why(question: Question, winner: Priced, other: Priced | None) -> str:
+def is_same(one: Priced, other: Priced) -> bool:
+    """Whether two schemes' placements are one and the same step: then their prices are, part by part."""
+    return (
+        one.cost.num_ranks == other.cost.num_ranks
+        and one.cost.batch == other.cost.batch
+        and all(
+            math.isclose(getattr(one.cost.parts, name), getattr(other.cost.parts, name), rel_tol=1e-9)
+            for name in PART_NAMES
+        )
+    )
+
+
+def _why(question: Question, winner: Priced, other: Priced | None, same: Sequence[Priced]) -> str:
     name = name_of(winner.candidate)
+    if same:
+        name += f", here the same as {' and '.join(name_of(one.candidate) for one in same)},"
     if other is None:
         return f"{name} is the only placement that fits."
     rival = name_of(other.candidate)
@@ -70,9 +90,21 @@ def _why(question: Question, winner: Priced, other: Priced | None) -> str:
         text += (
             f", and a GPU gives {winner.cost.tokens_per_s_gpu:.1f} tokens/s against {other.cost.tokens_per_s_gpu:.1f}"
         )
-    if winner.cost.batch == other.cost.batch:
-        text += ": " + ", ".join(less or ["nothing less"]) + (f", for {', '.join(more)}" if more else "")
-    return text + "."
+    if winner.cost.batch == other.cost.batch and (less or more):
+        text += ": " + ", ".join(less) + (" for " if less and more else "") + ", ".join(more)
+    return f"{text}.{_margin(question, winner, other)}"
+
+
+def _margin(question: Question, winner: Priced, other: Priced) -> str:
+    """A warning where the model's own error is larger than the difference."""
+    gain = {
+        "ttl": other.cost.ttl_us / winner.cost.ttl_us,
+        "throughput": winner.cost.tokens_per_s_gpu / other.cost.tokens_per_s_gpu,
+        "concurrency": winner.concurrency / max(other.concurrency, 1),
+    }[question.objective]
+    if gain - 1.0 > _MODEL_ERROR:
+        return ""
+    return f" They are {gain - 1.0:.1%} apart, within the model's error of about {_MODEL_ERROR:.0%}: measure both."
 
 
 def part_changes(winner: Priced, other: Priced) -> tuple[list[str], list[str]]:
@@ -98,15 +130,7 @@ def leader(question: Question, candidates: Sequence[Candidate], batch: int, cont
     workload = question.workload(batch, context)
     best: tuple[float, Candidate] | None = None
     for one in candidates:
-        held = memory(
-            question.spec,
-            one.placement,
-            question.formats,
-            question.hardware,
-            workload,
-            memory_fraction=question.memory_fraction,
-        )
-        if not held.fits:
+        if not _fits(question, one, batch, context):
             continue
         ttl = placement_cost(question.spec, one.placement, question.formats, question.hardware, workload).ttl_us
         if best is None or ttl < best[0]:
@@ -150,14 +174,35 @@ def _span(
     at = f"At batch {winner.cost.batch}"
     if low == question.context and below is None and high == question.context:
         return f"{at} another placement has a shorter step: it wins by the objective {question.objective}, not by TTL."
-    start = f"from {tokens_text(low)}" if low else f"from {tokens_text(_LOWEST)} or less"
-    end = f"to {tokens_text(high)}" if high else f"to {tokens_text(_HIGHEST)} and beyond"
+    start = f"from {_about(low)}" if low else f"from {tokens_text(_LOWEST)} or less"
+    end = f"to {_about(high)}" if high else f"to {tokens_text(_HIGHEST)} and beyond"
     text = f"{at} it wins {start} {end} tokens of context"
     if below:
         text += f"; below, {name_of(below)} does"
     if high:
-        text += f"; above, {name_of(above)} does" if above else "; above, nothing here fits"
+        full = not _fits(
+            question, winner.candidate, winner.cost.batch, high + max(high // 20, 2 * question.page_tokens)
+        )
+        text += "; above, nothing here fits" if above is None else f"; above, {name_of(above)} does"
+        text += ", since this one no longer fits" if above and full else ""
     return text + "."
+
+
+def _about(tokens: int) -> str:
+    """Edges are known to 2%, so no more is said."""
+    return tokens_text(tokens if tokens < 10 << 10 else (tokens + 512) >> 10 << 10)
+
+
+def _fits(question: Question, candidate: Candidate, batch: int, context: int) -> bool:
+    workload = question.workload(batch, context)
+    return memory(
+        question.spec,
+        candidate.placement,
+        question.formats,
+        question.hardware,
+        workload,
+        memory_fraction=question.memory_fraction,
+    ).fits
 
 
 def tokens_text(tokens: int) -> str:

@@ -17,12 +17,12 @@ from helix.cost.step import PART_NAMES
 from helix.errors import ConfigError
 from helix.layout import Layout, padded_heads
 from helix.planner.candidates import SCHEME_TEXT, Refused
-from helix.planner.explain import Explanation, tokens_text
+from helix.planner.explain import Explanation, name_of, tokens_text
 from helix.planner.groups import GroupMap, ranks_text, size_text
 from helix.planner.reproduce import Reproduction
-from helix.planner.search import Plan, Priced
+from helix.planner.search import Plan, Priced, Question
 
-_WIDTH = 200
+_WIDTH = 250
 _GIB = 1 << 30
 _MAX_REFUSALS = 12
 _LEGEND = """\
@@ -49,17 +49,24 @@ def print_plan(plan: Plan, why: Explanation, *, rows: int = 12, all_refused: boo
     """The ranked table, the explanation and the refused layouts on standard output."""
     console = Console(width=_WIDTH, highlight=False)
     question = plan.question
+    gpus = " or ".join(map(str, question.num_gpus))
+    batches = {one.cost.batch for one in plan.ranked}
     console.print(
-        f"{question.model} on {question.hardware.name}, context {tokens_text(question.context)}, weights "
-        f"{question.formats.weights}, KV {question.formats.cache}; objective {question.objective}"
-        + (f", TTL within {question.ttl_us / 1e3:g} ms" if question.ttl_us else "")
+        f"{question.model} on {gpus} x {question.hardware.name}, context {tokens_text(question.context)}, "
+        + (f"batch {batches.pop()}, " if len(batches) == 1 else "")
+        + f"weights {question.formats.weights}, KV {question.formats.cache}; objective {question.objective}"
+        + (f", TTL within {question.ttl_us / 1e3:g} ms" if question.ttl_us else ""),
+        soft_wrap=True,
     )
     console.print(_table(plan, rows))
     console.print(_LEGEND)
-    console.print(f"\n{why.why}\n{why.span}")
+    console.print(f"\n{why.why}\n{why.span}", soft_wrap=True)
     waste = waste_text(plan)
     if waste:
-        console.print(waste)
+        console.print(waste, soft_wrap=True)
+    shown = dict.fromkeys((plan.winner, plan.best_of("helix") or plan.winner))
+    for one in shown:
+        console.print(memory_text(question, one), soft_wrap=True)
     _print_refused(console, plan.refused, None if all_refused else _MAX_REFUSALS)
 
 
@@ -71,27 +78,35 @@ def _table(plan: Plan, rows: int) -> Table:
     for title in ("scheme", "layout", "choices"):
         table.add_column(title, no_wrap=True)
     parts = [text for name, text in _COLUMNS if name in shown]
+    first = [name for name, constant in _constant_columns(plan).items() if not constant]
     last = ["in TTL"] if question.ttl_us else []
-    for title in ("GPUs", "batch", "TTL", *parts, "/s user", "/s GPU", "memory", "most", *last):
+    for title in (*first, "TTL", *parts, "/s user", "/s GPU", "memory", "most", *last):
         table.add_column(title, justify="right", no_wrap=True)
     helix = 0
     for index, one in enumerate(plan.ranked, 1):
         helix += one.candidate.scheme == "helix"
         if one.candidate.scheme == "helix" and helix > rows:
             continue
-        table.add_row(*_row(index, one, shown, question.ttl_us is not None), style="bold" if index == 1 else "")
+        table.add_row(*_row(index, one, first, shown, question.ttl_us is not None), style="bold" if index == 1 else "")
     return table
 
 
-def _row(index: int, one: Priced, shown: list[str], has_target: bool) -> list[str]:
+def _constant_columns(plan: Plan) -> dict[str, bool]:
+    """Columns that the heading replaces where all rows have the same."""
+    return {
+        "GPUs": len(plan.question.num_gpus) == 1,
+        "batch": len({one.cost.batch for one in plan.ranked}) == 1,
+    }
+
+
+def _row(index: int, one: Priced, first: list[str], shown: list[str], has_target: bool) -> list[str]:
     cost, held = one.cost, one.memory
     cells = [
         str(index),
         SCHEME_TEXT[one.candidate.scheme],
         one.candidate.label,
         one.candidate.choice_text,
-        str(cost.num_ranks),
-        str(cost.batch),
+        *({"GPUs": str(cost.num_ranks), "batch": str(cost.batch)}[name] for name in first),
         f"{cost.ttl_ms:.2f}",
         *(_ms(getattr(cost.parts, name)) for name in shown),
         f"{cost.tokens_per_s_user:.1f}",
@@ -104,6 +119,16 @@ def _row(index: int, one: Priced, shown: list[str], has_target: bool) -> list[st
 
 def _ms(us: float) -> str:
     return f"{us / 1e3:.2f}" if abs(us) >= 5 else "-"
+
+
+def memory_text(question: Question, one: Priced) -> str:
+    """Memory of the fullest rank by kind, GiB."""
+    held = one.memory
+    kinds = {name.replace("_", " "): value for name, value in asdict(held.weights).items()}
+    kinds |= {f"KV of {one.cost.batch}": held.cache, "buffers": held.buffers, "reserve": held.reserved}
+    parts = [f"{name} {value / _GIB:.1f}" for name, value in kinds.items() if value >= 0.05 * _GIB]
+    total = f"{held.total / _GIB:.1f} of {question.hardware.memory_bytes / _GIB:.1f} GiB"
+    return f"Memory of the fullest rank, {name_of(one.candidate)}: {', '.join(parts)}; {total}."
 
 
 def waste_text(plan: Plan) -> str:
@@ -195,8 +220,9 @@ def plan_to_yaml(plan: Plan) -> str:
     elif question.formats.weights != question.spec.dtype:
         model["dtype"] = question.formats.weights
     comm: dict[str, Any] = {"overlap": choices.overlap if choices.overlap > 1 else "off"}
+    comm["query"] = choices.query
     if question.spec.mla:
-        comm |= {"query": choices.query, "exchange_space": choices.exchange_space}
+        comm["exchange_space"] = choices.exchange_space
     if question.spec.moe:
         comm["dispatch"] = choices.dispatch
     tree = {

@@ -72,6 +72,15 @@ def test_gather_and_reduce_form(ranks: RankPool, tiny: TinyModels, kvp: int, tpa
     check_against_transformers(ranks, tiny, "llama", config, kvp * tpa, border_prompts(kvp))
 
 
+# 9 heads leave the last of 4 ranks without one; qwen2 has biases on q, k and v, qwen3 norms of the heads.
+@pytest.mark.parametrize(
+    ("family", "kvp", "tpa", "merge"), [("smollm", 4, 1, "a2a"), ("qwen2", 3, 1, "ag_rs"), ("qwen3", 2, 2, "a2a")]
+)
+def test_gathered_queries(ranks: RankPool, tiny: TinyModels, family: str, kvp: int, tpa: int, merge: str) -> None:
+    config = settings(tiny.path(family), {"kvp": kvp, "tpa": tpa}, comm={"query": "gather", "merge": merge})
+    check_against_transformers(ranks, tiny, family, config, kvp * tpa, border_prompts(kvp))
+
+
 @pytest.mark.parametrize(("family", "tpa"), [("llama", 6), ("smollm", 9), ("qwen2", 5), ("llama", 2)])
 def test_plain_tensor_parallel_with_copied_kv(ranks: RankPool, tiny: TinyModels, family: str, tpa: int) -> None:
     config = settings(tiny.path(family), {"tpa": tpa, "duplicate_kv": True})

@@ -20,7 +20,6 @@ README = Path(__file__).parents[2] / "README.md"
     [
         ("llama-3.1-8b", {"comm": {"transport": "symmetric"}}, "comm.transport=symmetric"),
         ("llama-3.1-8b", {"comm": {"overlap": 4}}, "comm.overlap=4"),
-        ("llama-3.1-8b", {"comm": {"query": "gather"}}, "comm.query=gather"),
         ("llama-3.1-8b", {"comm": {"exchange_space": "value"}}, "comm.exchange_space=value"),
         ("llama-3.1-8b", {"comm": {"dispatch": "alltoall"}}, "comm.dispatch=alltoall"),
         ("llama-3.1-8b", {"engine": {"graphs": "on"}}, "engine.graphs=on"),
@@ -36,7 +35,7 @@ def test_refused_before_anything_starts(card: str, sections: dict[str, dict[str,
 
 def test_several_problems_are_all_named() -> None:
     config = make_config(
-        None, model={"card": "llama-3.1-8b"}, comm={"query": "gather", "overlap": 2}, engine={"graphs": "on"}
+        None, model={"card": "llama-3.1-8b"}, comm={"dispatch": "local", "overlap": 2}, engine={"graphs": "on"}
     )
     with pytest.raises(ConfigError) as refused:
         check_capabilities(config, load_card("llama-3.1-8b"), "cpu")

@@ -42,9 +42,7 @@ def comm_of(choices: Choices) -> dict[str, Any]:
 
 
 def ways(spec: ModelSpec) -> list[Choices]:
-    if spec.mla is None:
-        return [Choices()]
-    pairs = product(("replicate", "gather"), ("latent", "value"))
+    pairs = product(("replicate", "gather"), ("latent", "value") if spec.mla else ("latent",))
     return [Choices(query=query, exchange_space=space) for query, space in pairs]  # type: ignore[arg-type]
 
 
@@ -88,9 +86,9 @@ def test_page_rows_equal_the_pools(card: str) -> None:
 STEPS = [
     ("llama", Layout(kvp=2, tpf=2), Choices()),
     ("llama", Layout(kvp=2, tpf=2), Choices(merge="ag_rs")),
-    ("llama", Layout(kvp=2, tpa=2, tpf=4), Choices()),
+    ("llama", Layout(kvp=2, tpa=2, tpf=4), Choices(query="gather")),
     ("smollm", Layout(tpa=3, tpf=3), Choices()),
-    ("smollm", Layout(kvp=4, tpf=4), Choices()),
+    ("smollm", Layout(kvp=4, tpf=4), Choices(query="gather", merge="ag_rs")),
     ("deepseek_v3", Layout(kvp=3, tpf=3), Choices()),
     ("deepseek_v3", Layout(kvp=3, tpf=3), Choices(query="gather", exchange_space="value")),
     ("deepseek_v2", Layout(kvp=2, tpf=2), Choices(query="gather")),

@@ -111,7 +111,7 @@ def test_every_slice_of_every_layout(pairs: dict[str, Pair], family: str, num_ra
     assert layouts
     for layout in layouts:
         # What a rank holds of an MLA layer depends on these too.
-        ways = (CommConfig(), CommConfig(query="gather", exchange_space="value")) if spec.mla else (CommConfig(),)
+        ways = (CommConfig(), CommConfig(query="gather", exchange_space="value"))
         for comm in ways:
             seen: dict[str, int] = {}
             for rank in range(num_ranks):
