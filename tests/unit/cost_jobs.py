@@ -44,7 +44,7 @@ def decode_step(
     for group in groups.values():
         group.traffic.clear()
     with torch.inference_mode():
-        model.logits(model(_batch(rule, mesh.coords.kvp_rank, batch, context, rows), cache))
+        model.logits(model(decode_batch(rule, mesh.coords.kvp_rank, batch, context, rows), cache))
     counted = {
         axis: {name: (group.traffic.calls[name], group.traffic.sent_bytes[name]) for name in group.traffic.calls}
         for axis, group in groups.items()
@@ -52,7 +52,7 @@ def decode_step(
     return counted, weight_bytes(model)
 
 
-def _batch(rule: PageRule, kvp_rank: int, batch: int, context: int, rows: int) -> Batch:
+def decode_batch(rule: PageRule, kvp_rank: int, batch: int, context: int, rows: int) -> Batch:
     """One token each of `batch` sequences of `context` tokens."""
     items = []
     for index in range(batch):

@@ -17,31 +17,14 @@ from helix.cost.step import Parts, placement_cost, step_cost
 from helix.cost.verdict import judge
 from helix.cost.weights import attention_matrices, mlp_matrices, rank_weights
 from helix.cost.work import attention_read, busiest_hits, expected_ranks_hit
-from helix.layout import Layout, PageRule, attention_shard, legal_layouts, padded_slice, uneven_slice
-from helix.model_spec import MLASpec, ModelSpec, MoESpec, RotarySpec
+from helix.layout import Layout, PageRule, attention_shard, padded_slice, uneven_slice
+from helix.model_spec import ModelSpec, MoESpec
 from model_zoo.cards import load_card
+from tests.unit.random_models import cases, choices_, dense_spec, specs, workloads
 
 H200 = load_hardware("h200-sxm")
 FP4 = Formats(weights="float4", cache="float4", products="float4", attention_products="float4")
 BYTES_PER_US = 8e6  # 8000 GB/s
-
-
-def dense_spec(**changes: object) -> ModelSpec:
-    """The dense model of the Helix paper's figure 1."""
-    fields: dict[str, object] = {
-        "model_type": "llama",
-        "num_layers": 1,
-        "hidden_size": 16384,
-        "num_heads": 128,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 65536,
-        "vocab_size": 128256,
-        "max_context": 1 << 20,
-        "norm_eps": 1e-5,
-        "rotary": RotarySpec(theta=5e5, dim=128),
-    }
-    return ModelSpec(**(fields | changes))  # type: ignore[arg-type]
 
 
 FIGURE_1 = dense_spec()
@@ -142,59 +125,6 @@ def test_overlap_of_figure_3() -> None:
 
 
 # ---- laws on random models ----
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> ModelSpec:
-    kv = draw(st.sampled_from((1, 2, 3, 4, 8)))
-    heads = kv * draw(st.sampled_from((1, 2, 3, 5, 8)))
-    latent = draw(st.booleans())
-    experts = draw(st.sampled_from((0, 0, 5, 8, 64)))
-    moe = None
-    if experts:
-        moe = MoESpec(
-            num_experts=experts,
-            experts_per_token=draw(st.integers(1, min(experts, 4))),
-            expert_width=draw(st.sampled_from((100, 256))),
-            shared_width=draw(st.sampled_from((0, 130))),
-            num_dense_layers=draw(st.integers(0, 2)),
-        )
-    mla = MLASpec(q_lora_rank=draw(st.sampled_from((None, 96))), kv_lora_rank=64, nope_dim=32, rope_dim=16, v_dim=32)
-    return dense_spec(
-        num_layers=draw(st.integers(1, 4)),
-        hidden_size=draw(st.sampled_from((192, 256))),
-        num_heads=heads,
-        num_kv_heads=kv,
-        head_dim=32,
-        intermediate_size=draw(st.sampled_from((500, 1024))),
-        vocab_size=draw(st.integers(50, 1000)),
-        mla=mla if latent else None,
-        moe=moe,
-        qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()) and not latent,
-        tie_embeddings=draw(st.booleans()),
-    )
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[ModelSpec, Layout]:
-    spec = draw(specs())
-    layouts = list(legal_layouts(spec, draw(st.integers(1, 24))))
-    assume(layouts)
-    return spec, draw(st.sampled_from(layouts))
-
-
-choices_ = st.builds(
-    Choices,
-    query=st.sampled_from(("replicate", "gather")),
-    exchange_space=st.sampled_from(("latent", "value")),
-    merge=st.sampled_from(("a2a", "ag_rs", "gather")),
-    dispatch=st.sampled_from(("local", "alltoall")),
-    overlap=st.sampled_from((1, 2, 4)),
-)
-workloads = st.builds(
-    Workload, batch=st.integers(1, 40), context=st.integers(1, 5000), page_tokens=st.sampled_from((1, 16, 64))
-)
 
 
 @settings(max_examples=300, deadline=None)
