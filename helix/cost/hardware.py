@@ -217,6 +217,11 @@ def load_hardware(name: str) -> Hardware:
         near = get_close_matches(name.lower(), names, n=3, cutoff=0.3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"cards are {', '.join(names)}"
         raise ConfigError(f"hardware={name!r} is not a hardware card; {hint} (a card of your own: a .yaml file)")
+    return _packaged(name)
+
+
+@lru_cache(maxsize=64)
+def _packaged(name: str) -> Hardware:
     return parse_hardware((_DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8"), name)
 
 

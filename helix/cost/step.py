@@ -7,7 +7,7 @@ is fitted here: every constant comes from the hardware card.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 from helix.cost.choices import Choices, Formats, Placement, Workload
 from helix.cost.hardware import Hardware, Span
@@ -55,8 +55,8 @@ class Parts:
 
     @property
     def total(self) -> float:
-        parts: tuple[float, ...] = astuple(self)
-        return sum(parts) - 2.0 * self.overlap_gained
+        work = self.attention_read + self.weight_read + self.arithmetic + self.launches
+        return work + self.communication - self.overlap_gained
 
     @property
     def communication(self) -> float:

@@ -7,7 +7,8 @@ come from one place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from helix.cost.choices import Choices, Formats
@@ -34,17 +35,19 @@ class RankWeights:
 
     @property
     def total(self) -> float:
-        parts: tuple[float, ...] = astuple(self)
-        return sum(parts)
+        ffn = self.experts + self.shared_experts + self.mlp + self.router
+        return self.attention + ffn + self.embedding + self.norms
 
 
 def layer_counts(spec: ModelSpec) -> dict[LayerKind, int]:
     """How many layers there are of each kind."""
-    moe = spec.moe
-    if moe is None:
-        return {"dense": spec.num_layers, "sparse": 0}
-    dense = sum(moe.is_dense(layer) for layer in range(spec.num_layers))
+    dense = spec.num_layers if spec.moe is None else _dense_layers(spec.moe, spec.num_layers)
     return {"dense": dense, "sparse": spec.num_layers - dense}
+
+
+@lru_cache(maxsize=256)
+def _dense_layers(moe: MoESpec, num_layers: int) -> int:
+    return sum(moe.is_dense(layer) for layer in range(num_layers))
 
 
 def attention_matrices(spec: ModelSpec, layout: Layout, choices: Choices) -> Matrices:

@@ -57,12 +57,13 @@ class Candidate:
         choices, plain = self.placement.choices, Choices()
         if self.scheme != "helix":
             return ""
-        names = {"query": "queries", "exchange_space": "exchange", "dispatch": "dispatch"}
-        words = [
-            f"{text} {getattr(choices, name)}"
-            for name, text in names.items()
-            if getattr(choices, name) != getattr(plain, name)
-        ]
+        words = []
+        if choices.query != plain.query:
+            words.append("queries gathered")
+        if choices.exchange_space != plain.exchange_space:
+            words.append("values exchanged")
+        if choices.dispatch != plain.dispatch:
+            words.append(f"dispatch {choices.dispatch}")
         if choices.overlap > 1:
             words.append(f"overlap {choices.overlap}")
         return ", ".join(words)

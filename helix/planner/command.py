@@ -30,6 +30,7 @@ from model_zoo.cards import load_card
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BAR_AFTER_S = 1.0
+_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class PlanOptions:
 
 def run_plan(options: PlanOptions) -> None:
     """Make the plan and print or write what `options` asks for. Raises: ConfigError."""
+    check_outputs(options)
     question = make_question(options)
     with progress_bar("planning") as report:
         plan = make_plan(question, report)
@@ -76,6 +78,15 @@ def run_plan(options: PlanOptions) -> None:
     _write_pictures(options, plan)
 
 
+def check_outputs(options: PlanOptions) -> None:
+    """Before anything is priced: pictures can be written where they are to go. Raises: ConfigError."""
+    if options.plot is not None and options.plot.suffix not in _SUFFIXES:
+        raise ConfigError(f"--plot {options.plot} must end in one of {', '.join(_SUFFIXES)}")
+    for name, path in (("--plot", options.plot), ("--html", options.html)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{name} {path}: there is no folder {path.parent}")
+
+
 def _shown(plan: Plan) -> Candidate:
     """The best Helix layout: the one whose groups are shown."""
     best = plan.best_of("helix")
@@ -90,10 +101,12 @@ def _write_pictures(options: PlanOptions, plan: Plan) -> None:
     # Needs matplotlib, an optional extra.
     from helix.planner import picture
 
+    with progress_bar("drawing") as report:
+        fronts = picture.find_fronts(plan, report)
     if options.plot is not None:
-        picture.write_plot(plan, options.plot, groups=options.show_groups)
+        picture.write_plot(fronts, options.plot, groups=options.show_groups)
     if options.html is not None:
-        picture.write_html(plan, options.html, groups=options.show_groups)
+        picture.write_html(fronts, options.html, groups=options.show_groups)
 
 
 def make_question(options: PlanOptions) -> Question:

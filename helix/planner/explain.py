@@ -5,12 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from helix.cost.memory import memory
 from helix.cost.step import PART_NAMES, placement_cost
 from helix.planner.candidates import SCHEME_TEXT, Candidate
 from helix.planner.search import Plan, Priced, Question
 
+PART_TEXT: Final = MappingProxyType(
+    {
+        "attention_read": "KV read",
+        "weight_read": "weight read",
+        "arithmetic": "arithmetic beyond reads",
+        "launches": "fixed costs",
+        "exchange": "exchange",
+        "query_gather": "query gather",
+        "all_reduce": "all-reduces",
+        "dispatch": "dispatch",
+        "embedding_and_head": "embedding and head",
+        "pipeline": "hand-over of stages",
+        "overlap_gained": "not hidden by overlap",
+    }
+)
 _LOWEST, _HIGHEST = 1 << 10, 1 << 24
 _MAX_NEIGHBOURS = 6
 # About the model's median error on measured steps (`--reproduce`): what differs by less, it cannot decide.
@@ -112,7 +129,7 @@ def part_changes(winner: Priced, other: Priced) -> tuple[list[str], list[str]]:
     changes = []
     for name in PART_NAMES:
         change = (getattr(winner.cost.parts, name) - getattr(other.cost.parts, name)) / 1e3
-        changes.append((change if name != "overlap_gained" else -change, name.replace("_", " ")))
+        changes.append((change if name != "overlap_gained" else -change, PART_TEXT[name]))
     threshold = 0.01 * winner.cost.ttl_ms
     less = [f"{-change:.2f} ms less {name}" for change, name in sorted(changes) if change < -threshold]
     more = [f"{change:.2f} ms more {name}" for change, name in sorted(changes, reverse=True) if change > threshold]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from helix.cost.memory import memory
 from helix.cost.step import placement_cost
 from helix.planner.candidates import Candidate
-from helix.planner.search import Question
+from helix.planner.search import Progress, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,18 @@ class Point:
 
 
 def sweep(
-    question: Question, candidates: Iterable[Candidate], *, max_batch: int = 1 << 14, per_doubling: int = 1
+    question: Question,
+    candidates: Sequence[Candidate],
+    *,
+    max_batch: int = 1 << 14,
+    per_doubling: int = 1,
+    progress: Progress | None = None,
 ) -> list[Point]:
     """All candidates at batches 1, 2, 4 ... (`per_doubling` steps between) and the largest that fits."""
     points = []
-    for one in candidates:
+    for index, one in enumerate(candidates):
+        if progress is not None:
+            progress(index, len(candidates))
         held = memory(
             question.spec,
             one.placement,

@@ -12,7 +12,7 @@ from helix.cost.memory import Memory, memory
 from helix.cost.step import StepCost, placement_cost
 from helix.errors import ConfigError
 from helix.model_spec import ModelSpec
-from helix.planner.candidates import Candidate, Refused, Scheme, helix_candidates, refused_layouts
+from helix.planner.candidates import SCHEME_TEXT, Candidate, Refused, Scheme, helix_candidates, refused_layouts
 from helix.planner.rivals import rival_candidates
 
 Objective: TypeAlias = Literal["ttl", "throughput", "concurrency"]
@@ -103,9 +103,20 @@ def make_plan(question: Question, progress: Progress | None = None) -> Plan:
     ranked.sort(key=lambda one: sort_key(question, one))
     refused += [miss for _, miss in too_large]
     if not ranked:
-        near = min(too_large, key=lambda miss: miss[0])[1].reason if too_large else "no placement is legal"
-        raise ConfigError(f"no placement of {question.model} on {_text(question.num_gpus)} GPUs works: {near}")
+        raise ConfigError(
+            f"no placement of {question.model} on {_text(question.num_gpus)} GPUs works: {_nearest(too_large)}"
+        )
     return Plan(question, tuple(_one_row_per_rival(ranked)), tuple(refused))
+
+
+def _nearest(too_large: Sequence[tuple[float, Refused]]) -> str:
+    if not too_large:
+        return "none is legal"
+    one = min(too_large, key=lambda miss: miss[0])[1]
+    return (
+        f"the nearest, {SCHEME_TEXT[one.scheme]} ({one.label}), {one.reason}; ask for more --gpus, fewer sequences, "
+        "a shorter --context, or narrower --weights or --cache"
+    )
 
 
 def all_candidates(question: Question) -> list[Candidate]:
@@ -165,8 +176,9 @@ def price(question: Question, candidate: Candidate) -> Priced | tuple[float, Ref
     if not held.fits:
         gib = 1 << 30
         left = f"leave {held.cache_limit / gib:.1f}" if held.cache_limit > 0 else "leave nothing"
+        several = f"{batch} sequences" if batch > 1 else "1 sequence"
         reason = (
-            f"does not fit: KV of {batch} sequences takes {held.cache / gib:.1f} GiB a rank; of the device's "
+            f"does not fit: KV of {several} takes {held.cache / gib:.1f} GiB a rank; of the device's "
             f"{question.hardware.memory_bytes / gib:.1f}, weights {held.weights.total / gib:.1f}, buffers "
             f"{held.buffers / gib:.1f} and the reserve {left} for it"
         )
