@@ -268,8 +268,9 @@ def print_reproduction(found: Reproduction) -> None:
     for row in found.rows:
         if row.note:
             console.print(f"{row.name}: {row.note}.", soft_wrap=True)
-    within = sum(abs(row.error) <= 0.25 for row in found.rows)
-    console.print(f"median error {found.median_error:.1%}; {within} of {len(found.rows)} within 25%")
+    limit = 0.25 if found.against == "published" else 0.15
+    within = sum(abs(row.error) <= limit for row in found.rows)
+    console.print(f"median error {found.median_error:.1%}; {within} of {len(found.rows)} within {limit:.0%}")
 
 
 def print_groups(groups: GroupMap, *, max_ranks: int = 64) -> None:
