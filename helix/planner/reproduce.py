@@ -234,8 +234,8 @@ def _note_on_r1(fronts: PaperFronts, hardware: Hardware) -> str:
         f"not reproduced. The largest loss is at batch {worst}, where the exchange carries volume; up to batch "
         f"{_FAST_BATCH}, where a user is served fastest, it is at most {fast:.1%}. The paper counts B x H = "
         f"{_PAPER_VALUES} values a token in the exchange, an MLA merge in latent space carries {_LATENT_VALUES}: "
-        f"at the paper's count the largest loss is {narrow:.1%}. The paper's words, that R1's A2A is about 1% of a step, "
-        "fit the fast end only: no constants from 0.5 to 8 us a collective and 35 to 280 us a layer give 405B 10% and "
+        f"at the paper's count the largest loss is {narrow:.1%}. That R1's A2A is about 1% of a step, as it says, "
+        "fits the fast end only: no constants from 0.5 to 8 us a collective and 35 to 280 us a layer give 405B 10% and "
         "R1 less than 3% at once"
     )
 
