@@ -7,12 +7,9 @@ collective at several sizes. Under the launcher it uses the ranks that exist; in
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,13 +33,14 @@ from helix.bench.launches import (
     small_us,
     time_us,
 )
+from helix.bench.ranks import run_tasks
+from helix.bench.variants import Variant
 from helix.comm.group import Group
-from helix.comm.world import World, join_world, open_store, pick_device, single_world
-from helix.config import LaunchEnv, launch_env, make_config
+from helix.comm.world import World
+from helix.config import launch_env, make_config
 from helix.cost.hardware import OPS, Hardware, KernelKind, Op, load_hardware, parse_hardware, recognise_hardware
 from helix.errors import ConfigError
 
-_STALL_S: Final = 28.0
 _MEASURE_LIMIT_S: Final = 300.0
 _COLLECTIVE_KB: Final = (4, 32, 128, 1024, 4096)
 _FORMATS: Final = ("bfloat16", "float32", "float8")
@@ -97,62 +95,25 @@ def calibrate(num_ranks: int = 1, device: str = "auto", hardware: str | None = N
     env = launch_env()
     if env is not None and num_ranks not in (1, env.world_size):
         raise ConfigError(f"--ranks {num_ranks}, but the launcher started {env.world_size}; leave --ranks out")
-    with ExitStack() as stack:
-        world = stack.enter_context(_world(num_ranks, device, env))
-        measured = measure(world, hardware)
-    if world.rank != 0:
+    ranks = num_ranks if env is None else env.world_size
+    config = make_config({"model": _STEP_MODEL}, layout={"kvp": ranks}, engine={"device": device})
+    task = CalibrateTask(variant=Variant(label="calibrate", config=config), hardware=hardware)
+    results = run_tasks([task])
+    if results is None:
         return None
-    alone = env is None and num_ranks == 1 and world.device.type == "cuda"
-    return replace(measured, step_us=_host_us()) if alone else measured
+    measured = results[0]
+    return replace(measured, step_us=_host_us()) if ranks == 1 and measured.device != "cpu" else measured
 
 
-@contextmanager
-def _world(num_ranks: int, device: str, env: LaunchEnv | None) -> Any:
-    """The ranks to measure on: the launcher's, this process alone, or this process and children that it starts."""
-    children: list[BaseProcess] = []
-    if env is not None:
-        world = _join(env, device)
-    elif num_ranks == 1:
-        world = single_world(pick_device(device, 0))
-    else:
-        store = open_store("127.0.0.1", 0, serve=True)
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, num_ranks):
-            arguments = (rank, num_ranks, store.port, device)
-            child: BaseProcess = context.Process(target=_follow, args=arguments, daemon=True)
-            child.start()
-            children.append(child)
-        world = _join(_local_env(0, num_ranks, store.port), device, store)
-    try:
-        yield world
-    finally:
-        world.close()
-        for child in children:
-            child.join(_STALL_S)
-            if child.is_alive():
-                child.kill()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateTask:
+    """`measure` on the ranks of `variant`, of which nothing but their number and device counts."""
 
+    variant: Variant
+    hardware: str | None
 
-def _local_env(rank: int, size: int, port: int) -> LaunchEnv:
-    return LaunchEnv(
-        rank=rank, world_size=size, local_rank=rank, local_size=size, master_addr="127.0.0.1", master_port=port
-    )
-
-
-def _join(env: LaunchEnv, device: str, store: Any = None) -> World:
-    chosen = pick_device(device, env.local_rank)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    else:
-        torch.set_num_threads(1)
-    return join_world(env, chosen, stall_timeout_s=_STALL_S, store=store)
-
-
-def _follow(rank: int, size: int, port: int, device: str) -> None:
-    """Life of a child: it measures the same things at the same time, since ranks share the machine's memory."""
-    world = _join(_local_env(rank, size, port), device)
-    measure(world, None)
-    world.close()
+    def run(self, world: World) -> Calibration:
+        return measure(world, self.hardware)
 
 
 def measure(world: World, hardware: str | None) -> Calibration:
