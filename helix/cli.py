@@ -235,9 +235,10 @@ def check(
 @app.command()
 def plan(
     model: Annotated[str | None, typer.Option(help="A model card or a checkpoint directory.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file: its model, and where it stands.")] = None,
     hardware: Annotated[str, typer.Option(help="A hardware card or a .yaml file.")] = "h200-sxm",
-    gpus: Annotated[str, typer.Option(help="Number of GPUs; several with commas.")] = "8",
-    context: Annotated[str, typer.Option(help="Tokens of each sequence, also 128K or 1M.")] = "1M",
+    gpus: Annotated[str | None, typer.Option(help="Number of GPUs; several with commas. Default 8.")] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens of each sequence, also 128K or 1M (default).")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences that decode together.")] = None,
     ttl_ms: Annotated[float | None, typer.Option(help="Longest time of a decode step.")] = None,
     objective: Annotated[str, typer.Option(help="ttl, throughput or concurrency.")] = "ttl",
@@ -245,7 +246,7 @@ def plan(
         str, typer.Option(help="Number format of the weights: auto, bfloat16, float8, float4 ...")
     ] = "auto",
     cache: Annotated[str, typer.Option(help="Number format of the KV cache.")] = "auto",
-    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 64,
+    page_tokens: Annotated[int | None, typer.Option(help="Tokens of a page. Default 64.")] = None,
     transport: Annotated[str, typer.Option(help="collective or symmetric.")] = "collective",
     rows: Annotated[int, typer.Option(help="Helix layouts to show.")] = 12,
     show_groups: Annotated[bool, typer.Option("--show-groups", help="Ranks, groups and traffic of the best.")] = False,
@@ -256,20 +257,17 @@ def plan(
         str | None, typer.Option(help="Results beside the model: helix-paper, vllm-dcp, vllm-h200, helix-h200.")
     ] = None,
     yaml_: Annotated[bool, typer.Option("--yaml", help="Print a ready config of the best layout.")] = False,
+    set_: SetOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Price every layout on some GPUs, and those of other engines; say which to use, why, and when not."""
-    from helix.planner import command
+    from helix.planner import command, options
 
     if reproduce is not None:
         command.run_reproduction(reproduce, as_json=json_)
         return
-    if model is None:
-        raise ConfigError(
-            "helix plan needs --model: a model card (`helix models` lists them) or a checkpoint directory"
-        )
     command.run_plan(
-        command.PlanOptions(
+        options.PlanOptions(
             model=model,
             hardware=hardware,
             gpus=gpus,
@@ -287,7 +285,8 @@ def plan(
             all_refused=all_refused,
             plot=plot,
             html=html,
-        )
+        ),
+        None if config is None else load_config(config, set_ or []),
     )
 
 

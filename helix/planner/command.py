@@ -7,13 +7,14 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from helix.config import RunConfig
 from helix.cost.choices import make_formats
 from helix.cost.hardware import Transport, load_hardware
 from helix.errors import ConfigError
@@ -21,6 +22,8 @@ from helix.model_spec import ModelSpec
 from helix.planner.candidates import Candidate
 from helix.planner.explain import explain
 from helix.planner.groups import map_groups
+from helix.planner.options import PlanOptions
+from helix.planner.own import options_from, own_text
 from helix.planner.render import plan_to_dict, plan_to_yaml, print_groups, print_plan, print_reproduction
 from helix.planner.reproduce import reproduce
 from helix.planner.search import Objective, Plan, Question, make_plan
@@ -30,35 +33,16 @@ from model_zoo.cards import load_card
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BAR_AFTER_S = 1.0
+# What is asked where neither the command line nor a config says it.
+_GPUS, _CONTEXT, _PAGE_TOKENS = "8", "1M", 64
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What a person typed, still as text."""
-
-    model: str
-    hardware: str
-    gpus: str
-    context: str
-    batch: int | None = None
-    ttl_ms: float | None = None
-    objective: str = "ttl"
-    weights: str = "auto"
-    cache: str = "auto"
-    page_tokens: int = 64
-    transport: str = "collective"
-    rows: int = 12
-    output: Literal["text", "json", "yaml"] = "text"
-    show_groups: bool = False
-    all_refused: bool = False
-    plot: Path | None = None
-    html: Path | None = None
-
-
-def run_plan(options: PlanOptions) -> None:
-    """Make the plan and print or write what `options` asks for. Raises: ConfigError."""
+def run_plan(options: PlanOptions, config: RunConfig | None = None) -> None:
+    """Make the plan and print or write what `options` asks for; `config` says what they do not. Raises: ConfigError."""
     check_outputs(options)
+    if config is not None:
+        options = options_from(config, options)
     question = make_question(options)
     with progress_bar("planning") as report:
         plan = make_plan(question, report)
@@ -66,13 +50,14 @@ def run_plan(options: PlanOptions) -> None:
     if options.output == "yaml":
         print(plan_to_yaml(plan), end="")
     elif options.output == "json":
-        tree = plan_to_dict(plan, why)
+        tree = plan_to_dict(plan, why) | ({} if config is None else {"own": own_text(plan, config)})
         if options.show_groups:
             shown = _shown(plan)
             tree["groups"] = asdict(map_groups(question, shown.placement, plan.winner.cost.batch))
         print(json.dumps(tree))
     else:
-        print_plan(plan, why, rows=options.rows, all_refused=options.all_refused)
+        own = None if config is None else own_text(plan, config)
+        print_plan(plan, why, own=own, rows=options.rows, all_refused=options.all_refused)
         if options.show_groups:
             print_groups(map_groups(question, _shown(plan).placement, plan.winner.cost.batch))
     _write_pictures(options, plan)
@@ -115,25 +100,30 @@ def make_question(options: PlanOptions) -> Question:
         raise ConfigError(f"--objective {options.objective!r} must be ttl, throughput or concurrency")
     if options.transport not in ("collective", "symmetric"):
         raise ConfigError(f"--transport {options.transport!r} must be collective or symmetric")
+    if options.model is None:
+        raise ConfigError(
+            "helix plan needs --model: a model card (`helix models` lists them) or a checkpoint directory; or --config"
+        )
     spec = read_model(options.model)
     weights = spec.dtype if options.weights == "auto" else options.weights
     if options.batch is not None and options.batch < 1:
         raise ConfigError(f"--batch {options.batch} must be at least 1")
     if options.ttl_ms is not None and not options.ttl_ms > 0:
         raise ConfigError(f"--ttl-ms {options.ttl_ms} must be above 0")
-    if options.page_tokens < 1:
-        raise ConfigError(f"--page-tokens {options.page_tokens} must be at least 1")
+    page_tokens = _PAGE_TOKENS if options.page_tokens is None else options.page_tokens
+    if page_tokens < 1:
+        raise ConfigError(f"--page-tokens {page_tokens} must be at least 1")
     return Question(
         model=options.model,
         spec=spec,
         hardware=load_hardware(options.hardware),
-        num_gpus=read_gpus(options.gpus),
-        context=read_tokens(options.context, "--context"),
+        num_gpus=read_gpus(options.gpus or _GPUS),
+        context=read_tokens(options.context or _CONTEXT, "--context"),
         batch=options.batch,
         ttl_us=None if options.ttl_ms is None else options.ttl_ms * 1e3,
         objective=cast(Objective, options.objective),
         formats=make_formats(weights, None if options.cache == "auto" else options.cache),
-        page_tokens=options.page_tokens,
+        page_tokens=page_tokens,
         transport=cast(Transport, options.transport),
     )
 

@@ -45,7 +45,9 @@ _COLUMNS = (
 )
 
 
-def print_plan(plan: Plan, why: Explanation, *, rows: int = 12, all_refused: bool = False) -> None:
+def print_plan(
+    plan: Plan, why: Explanation, *, own: str | None = None, rows: int = 12, all_refused: bool = False
+) -> None:
     """The ranked table, the explanation and the refused layouts on standard output."""
     console = Console(width=_WIDTH, highlight=False)
     question = plan.question
@@ -61,9 +63,9 @@ def print_plan(plan: Plan, why: Explanation, *, rows: int = 12, all_refused: boo
     console.print(_table(plan, rows))
     console.print(_LEGEND)
     console.print(f"\n{why.why}\n{why.span}", soft_wrap=True)
-    waste = waste_text(plan)
-    if waste:
-        console.print(waste, soft_wrap=True)
+    for line in (own, waste_text(plan)):
+        if line:
+            console.print(line, soft_wrap=True)
     shown = dict.fromkeys((plan.winner, plan.best_of("helix") or plan.winner))
     for one in shown:
         console.print(memory_text(question, one), soft_wrap=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from helix.cost.hardware import hardware_names
 from helix.errors import ConfigError
-from helix.planner.command import PlanOptions, make_question
+from helix.planner.command import make_question
+from helix.planner.options import PlanOptions
 from helix.planner.search import Priced, make_plan
 from model_zoo.cards import card_names
 

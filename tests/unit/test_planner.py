@@ -302,6 +302,20 @@ def test_wrong_words_are_refused(arguments: tuple[str, ...], message: str) -> No
         CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
 
 
+def test_a_config_is_placed_among_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        "{model: {card: deepseek-v2-lite, load: dummy}, layout: {kvp: 4, ep: 4}, engine: {max_context: 1M}}"
+    )
+    text = run("--config", str(path), "--batch", "4")
+    assert "deepseek-v2-lite on 4 x NVIDIA H200 SXM, context 1M, batch 4" in text
+    assert "The config's layout, kvp=4 tpa=1 tpf=1 ep=4, has " in text
+    tree = json.loads(run("--config", str(path), "--set", "layout.ep=1", "--json").splitlines()[-1])
+    assert "kvp=4 tpa=1 tpf=4 ep=1, is the best here" in tree["own"]
+    assert "is refused: layout.tpa=2" in run("--config", str(path), "--set", "layout.tpa=2", "--gpus", "8")
+    assert "has 4 ranks, which --gpus does not name" in run("--config", str(path), "--gpus", "2")
+
+
 def test_sizes_as_people_write_them() -> None:
     assert [read_tokens(text, "--context") for text in ("131072", "128K", "1M", "1.5m")] == [
         131072,
