@@ -90,7 +90,7 @@ CAPABILITIES = (
     ),
     Capability(field="model.keep_fp8", values="false", works="FP8 is dequantised at load", problem=_keep_fp8),
     Capability(field="cache.dtype", values="bfloat16, float16, float32", works="all models", problem=_none),
-    Capability(field="cache.prefix_reuse", values="true, false", works="no effect yet", problem=_none),
+    Capability(field="cache.prefix_reuse", values="true, false", works="all models", problem=_none),
 )
 
 

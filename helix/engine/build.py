@@ -135,6 +135,8 @@ def build_core(
         max_batch=config.engine.max_batch,
         max_context=max_context,
         prefill_chunk=config.engine.prefill_chunk,
+        prefix_reuse=config.cache.prefix_reuse,
+        fixed_up_to=model.rotary.original_context if model.rotary.uses_length else None,
     )
     cache = build_cache(spec, layout, mesh.rank, num_rows, rule.page_tokens, cache_dtype, device)
     runner = Runner(

@@ -254,8 +254,18 @@ class Engine:
 
     @property
     def num_free_rows(self) -> int:
-        """Page rows that no request holds."""
+        """Page rows that no request holds, idle ones among them."""
         return self._core.scheduler.num_free_rows
+
+    @property
+    def num_idle_rows(self) -> int:
+        """Page rows that no request holds and whose content a request may still begin with (``cache.prefix_reuse``)."""
+        return self._core.scheduler.num_idle_rows
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens that were found in page rows instead of being computed."""
+        return self._core.scheduler.num_reused_tokens
 
     @property
     def num_running(self) -> int:

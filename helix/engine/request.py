@@ -5,12 +5,17 @@ The engine makes a `Request`; from `Scheduler.add` until it is finished only the
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Collect = Literal["tokens", "all_logits"]
+
+PLACES = 256
+"""Places in the order of arrival that one step of `priority` is worth. So at most so many later requests pass another
+for each step between them, and a request of low priority is served in the end, however many others come."""
 
 
 class RequestState(Enum):
@@ -28,7 +33,7 @@ class Request:
     ``max_tokens=0`` generates nothing: the request is finished once its prompt is computed. `collect` "all_logits" asks
     for the logits of every prompt position; after a preemption positions are fed again, and in other chunks, so
     collectors store by position. `stop_token_ids` end the request once it has `min_tokens` tokens, the stop token
-    counted and kept in `output_ids`. Smaller `priority` is served first.
+    counted and kept in `output_ids`. Smaller `priority` is served first (see `PLACES`).
     """
 
     request_id: int
@@ -44,12 +49,17 @@ class Request:
     """How many of the tokens have their KV in the cache."""
     rows: list[int] = field(default_factory=list)
     """Page rows in the order of the sequence."""
+    num_published: int = 0
+    """How many of the rows, from the first on, other requests can find."""
+    num_reused: int = 0
+    """Tokens of the prompt that were found in page rows when the request first started."""
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_preemptions: int = 0
     arrival: int = -1
     """Running number given by the scheduler; a preempted request keeps its own."""
+    _row_keys: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +83,14 @@ class Request:
     @property
     def order(self) -> tuple[int, int]:
         """Place among all requests, smallest first; unique and constant while the request is with the scheduler."""
-        return self.priority, self.arrival
+        return self.arrival + PLACES * self.priority, self.arrival
+
+    def row_key(self, index: int, row_tokens: int) -> bytes:
+        """The tokens of the full page row number `index`; kept, since a waiting request is looked up in each step."""
+        while len(self._row_keys) <= index:
+            start = len(self._row_keys) * row_tokens
+            self._row_keys.append(array("i", self.token_slice(start, start + row_tokens)).tobytes())
+        return self._row_keys[index]
 
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Tokens ``[start, stop)`` of prompt + output; copies only these."""

@@ -3,7 +3,8 @@
 Pure Python and deterministic: every rank owns a `Scheduler`, makes the same calls on it and so gets the same plan and
 the same page rows, without a message. One step is ``plan() -> model -> sample -> commit(tokens)``.
 
-Requests are served in the order of ``(priority, arrival)``; "ahead" and "behind" below mean this order.
+Requests are served in the order of `Request.order`: by arrival, where each step of `priority` counts as a number of
+places, so that none waits for ever. "Ahead" and "behind" below mean this order.
 
 * Every running decode gets its token; what is left of the budget goes to prefill chunks, in order.
 * A request takes a page row when a step reaches into it. Where rows run out, the last running request is preempted: its
@@ -12,6 +13,9 @@ Requests are served in the order of ``(priority, arrival)``; "ahead" and "behind
   request moves in every step, and nothing can stand still.
 * Waiting requests start in order, never one past another, and never by preemption: only while the pool has room for
   what every running request is promised (`Scheduler._promise`). This keeps prompts from evicting each other halfway.
+* A request starts behind the full page rows that hold the tokens it begins with (`helix.cache.prefix`), whoever
+  computed them. Its last token is always computed, for its logits, and so is the row of that token: shared rows are
+  never written.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from helix.cache.allocator import PageAllocator
+from helix.cache.prefix import RowCache
 from helix.engine.request import FinishReason, Request, RequestState
 from helix.errors import ConfigError, RequestError
 from helix.layout import PageRule
@@ -65,16 +69,33 @@ class Scheduler:
     beyond it are run all the same, and the first prefill gets at least one token, so a step has at most
     `max_step_tokens` tokens. A sequence ends with "length" at `max_context` tokens, or where the whole pool is too
     small for more.
+
+    `prefix_reuse` shares page rows between requests that begin with the same tokens. `fixed_up_to` is for models whose
+    keys depend on the length of the prompt beyond so many tokens (dynamic rotary): only prompts of one length share
+    there.
     """
 
-    def __init__(self, rule: PageRule, num_rows: int, max_batch: int, max_context: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        rule: PageRule,
+        num_rows: int,
+        max_batch: int,
+        max_context: int,
+        prefill_chunk: int,
+        *,
+        prefix_reuse: bool = False,
+        fixed_up_to: int | None = None,
+    ) -> None:
         _check_sizes(num_rows=num_rows, max_batch=max_batch, max_context=max_context, prefill_chunk=prefill_chunk)
         self.rule = rule
         self.max_batch = max_batch
         self.max_context = max_context
         self.prefill_chunk = prefill_chunk
         self.num_preemptions = 0
-        self._allocator = PageAllocator(num_rows)
+        self.num_reused_tokens = 0
+        """Tokens that were found in page rows instead of being computed, after preemptions too."""
+        self._fixed_up_to = fixed_up_to
+        self._rows = RowCache(num_rows, reuse=prefix_reuse)
         self._max_len = min(max_context, num_rows * rule.row_tokens)
         self._requests: dict[int, Request] = {}
         self._running: list[Request] = []  # first to last
@@ -96,11 +117,17 @@ class Scheduler:
 
     @property
     def num_rows(self) -> int:
-        return self._allocator.num_rows
+        return self._rows.num_rows
 
     @property
     def num_free_rows(self) -> int:
-        return self._allocator.num_free
+        """Rows that no request holds, those with content that may be found again among them."""
+        return self._rows.num_free
+
+    @property
+    def num_idle_rows(self) -> int:
+        """Rows that no request holds and whose content may be found again."""
+        return self._rows.num_idle
 
     @property
     def max_step_tokens(self) -> int:
@@ -123,7 +150,7 @@ class Scheduler:
                 "shorten the prompt or raise engine.max_context"
             )
         num_needed = num_prompt + min(request.max_tokens, 1)
-        num_rows = self._allocator.num_rows
+        num_rows = self._rows.num_rows
         if self.rule.rows_for(num_needed) > num_rows:
             raise RequestError(
                 f"{name}: the prompt has {num_prompt} tokens ({num_needed} with the first new one), but the cache "
@@ -173,7 +200,8 @@ class Scheduler:
                 prefills.append(_step_item(request, count))
             else:
                 decodes.append(_step_item(request, count))
-        prefills += self._start_waiting(budget)
+        for item in self._start_waiting(budget):  # one whose rows were all found again goes on decoding
+            (prefills if item.request.is_prefilling else decodes).append(item)
         items = (*decodes, *prefills)
         self._planned = StepPlan(items) if items else None
         return self._planned
@@ -199,6 +227,7 @@ class Scheduler:
             if request.is_finished:
                 continue
             request.num_computed = item.start + item.count
+            self._publish(request)
             if token == NOT_FINITE:
                 self.fail(request.request_id, f"the logits at position {request.num_computed - 1} are not finite")
             else:
@@ -218,7 +247,8 @@ class Scheduler:
         debug check only.
         """
         state = blake2b(digest_size=8)
-        state.update(f"{self._num_added} {self.num_preemptions} {self.num_running} {self.num_free_rows}".encode())
+        counts = (self._num_added, self.num_preemptions, self.num_running, self.num_free_rows, self.num_idle_rows)
+        state.update(repr((*counts, self.num_reused_tokens)).encode())
         for request in (*self._running, *reversed(self._waiting)):
             sizes = (*request.order, len(request.prompt_ids), len(request.output_ids), request.num_computed)
             state.update(repr((request.request_id, sizes, request.output_ids[-1:], request.rows)).encode())
@@ -238,19 +268,58 @@ class Scheduler:
         items: list[StepItem] = []
         if not self._waiting or budget < 1 or len(self._running) >= self.max_batch:
             return items
-        promised = sum(map(self._promise, self._running))
+        # A row with several holders counts once.
+        num_held = self._rows.num_rows - self._rows.num_free
+        promised = num_held + sum(self._promise(request) - len(request.rows) for request in self._running)
         while self._waiting and budget > 0 and len(self._running) < self.max_batch:
             request = self._waiting[-1]
-            promised += self._promise(request)
-            if promised > self._allocator.num_rows:
+            found = self._find_rows(request)
+            promised += self._promise(request) - len(found) + self._rows.count_idle(found)
+            if promised > self._rows.num_rows:
                 break
             self._waiting.pop()
             insort(self._running, request, key=_from_first)
             request.state = RequestState.RUNNING
+            self._start_behind(request, found)
             count = self._reserve(request, min(request.num_remaining, budget))
             budget -= count
             items.append(_step_item(request, count))
         return items
+
+    def _root(self, request: Request) -> int:
+        return 0 if self._fixed_up_to is None else -max(len(request.prompt_ids), self._fixed_up_to)
+
+    def _find_rows(self, request: Request) -> list[int]:
+        """Rows that hold the tokens `request` begins with, all before the row of its last token."""
+        if not self._rows.reuse or request.collect == "all_logits":
+            return []
+        row_tokens = self.rule.row_tokens
+        num_useful = (request.num_tokens - 1) // row_tokens
+        return self._rows.find(self._root(request), (request.row_key(i, row_tokens) for i in range(num_useful)))
+
+    def _start_behind(self, request: Request, found: list[int]) -> None:
+        """Share the rows `found` with their other holders; their tokens count as computed."""
+        self._rows.hold(found)
+        request.rows = found
+        request.num_published = len(found)
+        request.num_computed = len(found) * self.rule.row_tokens
+        if not request.num_preemptions:
+            request.num_reused = request.num_computed
+        self.num_reused_tokens += request.num_computed
+
+    def _publish(self, request: Request) -> None:
+        """Let others find the rows that are full now; a row whose content is there already is given up for that one."""
+        num_full = request.num_computed // self.rule.row_tokens
+        if not self._rows.reuse or num_full == request.num_published:
+            return
+        root = self._root(request)
+        rows = list(request.rows)  # page tables on a device are kept up to date by the identity of this list
+        for index in range(request.num_published, num_full):
+            before = rows[index - 1] if index else None
+            rows[index] = self._rows.publish(root, before, rows[index], request.row_key(index, self.rule.row_tokens))
+        if rows != request.rows:
+            request.rows = rows
+        request.num_published = num_full
 
     def _reserve(self, request: Request, count: int) -> int:
         """Take the rows for the next `count` tokens of a running request, from requests behind it where need be.
@@ -258,10 +327,10 @@ class Scheduler:
         Returns how many of the tokens have room: fewer than `count`, down to none, only for the last running request.
         """
         num_missing = self.rule.rows_for(request.num_computed + count) - len(request.rows)
-        while num_missing > self._allocator.num_free and self._running[-1] is not request:
+        while num_missing > self._rows.num_free and self._running[-1] is not request:
             self._preempt_last()
         if num_missing > 0:
-            request.rows += self._allocator.take(min(num_missing, self._allocator.num_free))
+            request.rows += self._rows.take(min(num_missing, self._rows.num_free))
         return min(count, len(request.rows) * self.rule.row_tokens - request.num_computed)
 
     def _preempt_last(self) -> None:
@@ -281,15 +350,17 @@ class Scheduler:
             _remove(self._running, request, _from_first)
         else:
             _remove(self._waiting, request, _from_last)
-        self._free_rows(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.error = error
+        self._free_rows(request)
         return True
 
     def _free_rows(self, request: Request) -> None:
-        self._allocator.release(request.rows)
+        """Give the rows back; what a failed request computed may be the fault, so nobody finds it."""
+        self._rows.release(request.rows, keep=request.error is None)
         request.rows = []
+        request.num_published = 0
 
 
 def _from_first(request: Request) -> tuple[int, int]:
@@ -297,7 +368,8 @@ def _from_first(request: Request) -> tuple[int, int]:
 
 
 def _from_last(request: Request) -> tuple[int, int]:
-    return -request.priority, -request.arrival
+    place, arrival = request.order
+    return -place, -arrival
 
 
 def _remove(queue: list[Request], request: Request, key: Callable[[Request], tuple[int, int]]) -> None:

@@ -48,10 +48,16 @@ class Choice:
 
 
 def usage(choices: Sequence[Choice], num_choices: int) -> Json:
-    """Token counts; a prompt counts once, however many choices it has."""
-    prompt = sum(len(one.generation.request.prompt_ids) for one in choices[::num_choices])
+    """Token counts; a prompt counts once, however many choices it has, and so do its tokens that were reused."""
+    requests = [one.generation.request for one in choices[::num_choices]]
+    prompt = sum(len(request.prompt_ids) for request in requests)
     output = sum(one.num_tokens for one in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(request.num_reused for request in requests)},
+    }
 
 
 class Answer(ABC):

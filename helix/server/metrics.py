@@ -64,6 +64,14 @@ class _EngineState(Collector):
         yield GaugeMetricFamily("helix_requests_waiting", "Requests that wait to run.", engine.num_waiting)
         yield GaugeMetricFamily("helix_page_rows_used", "Page rows that requests hold.", used)
         yield GaugeMetricFamily("helix_page_rows", "Page rows of the cache.", engine.num_page_rows)
+        yield GaugeMetricFamily(
+            "helix_page_rows_idle", "Page rows that nobody holds and that may be found again.", engine.num_idle_rows
+        )
+        yield CounterMetricFamily(
+            "helix_prefix_hit_tokens",
+            "Tokens found in page rows instead of being computed.",
+            engine.num_reused_tokens,
+        )
         yield CounterMetricFamily(
             "helix_preemptions", "Times a request gave its rows back and was computed again.", engine.num_preemptions
         )

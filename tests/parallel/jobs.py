@@ -57,3 +57,11 @@ def drive_static(world: World, settings: dict[str, Any], driver: Drive, *args: A
     """`drive` with decode steps from static inputs, padded to their buckets as a graph's are."""
     with mock.patch.object(build, "choose_mode", return_value="static"):
         return drive(world, settings, driver, *args)
+
+
+def tokens_in_rounds(
+    engine: Engine, rounds: Sequence[Sequence[list[int]]], num_tokens: int
+) -> tuple[list[list[list[int]]], int, int]:
+    """Greedy tokens of one batch after another, the tokens that were reused on the way, and the preemptions."""
+    tokens = [[one.token_ids for one in engine.generate(list(batch), greedy(num_tokens))] for batch in rounds]
+    return tokens, engine.num_reused_tokens, engine.num_preemptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -13,13 +14,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helix.engine.request import Request, RequestState
+from helix.engine.request import PLACES, Request, RequestState
 from helix.engine.scheduler import NOT_FINITE, Scheduler, StepItem, StepPlan
 from helix.errors import ConfigError, RequestError
 from helix.layout import PageRule
 
 VOCABULARY = 11
-FIXED_DIGEST = 5269046353456817400
+FIXED_DIGEST = -8944762938461689382
 
 
 def next_token(prefix: Iterable[int]) -> int:
@@ -32,9 +33,11 @@ def make_request(request_id: int, num_prompt: int, max_tokens: int = 4, **fields
     return Request(request_id=request_id, prompt_ids=prompt, max_tokens=max_tokens, **fields)
 
 
-def make_scheduler(num_rows: int = 8, max_batch: int = 4, max_context: int = 100, prefill_chunk: int = 16) -> Scheduler:
+def make_scheduler(
+    num_rows: int = 8, max_batch: int = 4, max_context: int = 100, prefill_chunk: int = 16, **options: Any
+) -> Scheduler:
     """Page rows of 4 tokens."""
-    return Scheduler(PageRule(page_tokens=2, kvp=2), num_rows, max_batch, max_context, prefill_chunk)
+    return Scheduler(PageRule(page_tokens=2, kvp=2), num_rows, max_batch, max_context, prefill_chunk, **options)
 
 
 @dataclass
@@ -45,6 +48,10 @@ class FakeModel:
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
     num_fed: dict[Request, int] = field(default_factory=dict)
     num_preemptions: dict[Request, int] = field(default_factory=dict)
+    reuse: bool = False
+    num_reused: int = 0
+    written: set[int] = field(default_factory=set)
+    """Rows written in this step."""
     bad_output: dict[int, int] = field(default_factory=dict)
     """Request id -> number of the output whose logits are not finite."""
 
@@ -52,6 +59,7 @@ class FakeModel:
         return request.rows[position // self.rule.row_tokens], position % self.rule.row_tokens
 
     def step(self, plan: StepPlan) -> list[int]:
+        self.written = set()
         for item in plan.items:
             self.feed(item)
         return [self.sample(item) for item in plan.items if item.samples]
@@ -60,7 +68,10 @@ class FakeModel:
         request = item.request
         if self.num_preemptions.get(request) != request.num_preemptions:
             self.num_preemptions[request] = request.num_preemptions
-            self.num_fed[request] = 0
+            self.num_fed[request] = item.start
+            self.num_reused += item.start
+            assert item.start % self.rule.row_tokens == 0
+            assert not item.start or (self.reuse and request.collect == "tokens")
         assert item.count > 0
         assert item.start == self.num_fed[request], "fed tokens are not contiguous"
         self.num_fed[request] += item.count
@@ -68,6 +79,7 @@ class FakeModel:
         assert item.token_ids == tokens
         assert len(tokens) == item.count
         for position, token in enumerate(tokens, item.start):
+            self.written.add(request.rows[position // self.rule.row_tokens])
             self.cells[self.cell(request, position)] = token
 
     def sample(self, item: StepItem) -> int:
@@ -447,6 +459,122 @@ def test_short_requests_fill_the_pool() -> None:
     assert len(step(scheduler)) == 4
 
 
+# --- rows that are shared ---
+
+
+def run_alone(scheduler: Scheduler, request: Request) -> list[list[tuple[int, int, int, bool]]]:
+    scheduler.add(request)
+    return run_until(scheduler, lambda: request.is_finished)
+
+
+def numbered(request_id: int, num_prompt: int, max_tokens: int = 1, **fields: Any) -> Request:
+    """All prompts are beginnings of one sequence."""
+    return Request(request_id=request_id, prompt_ids=list(range(num_prompt)), max_tokens=max_tokens, **fields)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_reused"), [(12, 8), (13, 12), (4, 0), (5, 4), (40, 20)])
+def test_a_finished_request_leaves_its_rows_and_the_last_token_is_computed(num_prompt: int, num_reused: int) -> None:
+    scheduler = make_scheduler(num_rows=32, prefill_chunk=100, prefix_reuse=True)
+    run_alone(scheduler, numbered(0, 20, max_tokens=2))
+    assert (scheduler.num_free_rows, scheduler.num_idle_rows) == (32, 5)
+    second = numbered(1, num_prompt)
+    assert run_alone(scheduler, second) == [[(1, num_reused, num_prompt - num_reused, True)]]
+    assert second.num_reused == scheduler.num_reused_tokens == num_reused
+
+
+def test_output_can_be_reused_too() -> None:
+    """The next turn of a chat begins with the answer of the last one."""
+    scheduler = make_scheduler(num_rows=32, prefill_chunk=100, prefix_reuse=True)
+    first = numbered(0, 6, max_tokens=7)
+    run_alone(scheduler, first)
+    turn = Request(request_id=1, prompt_ids=[*first.prompt_ids, *first.output_ids, 9, 9], max_tokens=1)
+    assert run_alone(scheduler, turn) == [[(1, 12, 3, True)]]
+
+
+def test_a_request_that_wants_all_logits_computes_all() -> None:
+    scheduler = make_scheduler(num_rows=32, prefill_chunk=100, prefix_reuse=True)
+    run_alone(scheduler, numbered(0, 20))
+    assert run_alone(scheduler, numbered(1, 20, max_tokens=0, collect="all_logits")) == [[(1, 0, 20, False)]]
+
+
+def test_running_requests_share_and_twins_that_start_together_merge() -> None:
+    scheduler = make_scheduler(num_rows=32, prefill_chunk=100, prefix_reuse=True)
+    for request_id in range(3):
+        scheduler.add(numbered(request_id, 17, max_tokens=9))
+    assert [count for _, _, count, _ in step(scheduler)] == [17, 17, 17]
+    assert 32 - scheduler.num_free_rows == 4 + 3
+    scheduler.add(numbered(3, 17, max_tokens=9))
+    assert step(scheduler)[-1] == (3, 16, 1, True)
+    assert 32 - scheduler.num_free_rows == 4 + 4
+    run_until(scheduler, lambda: not scheduler.has_work)
+    assert scheduler.num_free_rows == 32
+
+
+def test_many_fit_where_they_share_a_long_beginning() -> None:
+    """100 tokens each, in a pool of 160: only together can they run at once."""
+    scheduler = make_scheduler(num_rows=40, max_batch=6, max_context=160, prefill_chunk=200, prefix_reuse=True)
+    run_alone(scheduler, numbered(0, 100))
+    for request_id in range(1, 7):
+        scheduler.add(Request(request_id=request_id, prompt_ids=[*range(100), request_id], max_tokens=4))
+    assert [item[1:] for item in step(scheduler)] == [(100, 1, True)] * 6
+    run_until(scheduler, lambda: not scheduler.has_work)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_preempted_request_goes_on_with_the_rows_that_are_left() -> None:
+    scheduler = make_scheduler(num_rows=6, prefix_reuse=True)
+    first, last = make_request(0, 7, max_tokens=12), make_request(1, 6, max_tokens=10)
+    scheduler.add(first)
+    scheduler.add(last)
+    run_until_preempted(scheduler)
+    num_tokens = last.num_tokens
+    assert scheduler.num_idle_rows > 0
+    run_until(scheduler, lambda: first.is_finished)
+    ((_, start, count, samples),) = step(scheduler)
+    assert (start, start + count, samples) == (4, num_tokens, True)
+    assert last.num_reused == 0, "counts what the first start found"
+
+
+def test_content_of_a_failed_request_is_not_found() -> None:
+    scheduler = make_scheduler(num_rows=32, prefill_chunk=100, prefix_reuse=True)
+    scheduler.add(numbered(0, 20, max_tokens=2))
+    step(scheduler, NOT_FINITE)
+    assert (scheduler.num_free_rows, scheduler.num_idle_rows) == (32, 0)
+
+
+def test_prompts_of_other_lengths_share_only_where_their_keys_are_equal() -> None:
+    """With dynamic rotary, keys depend on the length of the prompt beyond the length it was trained for."""
+    scheduler = make_scheduler(num_rows=64, prefill_chunk=100, prefix_reuse=True, fixed_up_to=16)
+    starts = [run_alone(scheduler, numbered(index, size))[0][0][1] for index, size in enumerate((9, 16, 20, 20, 21))]
+    assert starts == [0, 8, 0, 16, 0]
+
+
+def test_no_stream_of_high_priority_keeps_a_low_one_waiting_for_ever() -> None:
+    scheduler = make_scheduler(max_batch=1)
+    low = make_request(0, 2, max_tokens=1, priority=1)
+    scheduler.add(low)
+    for request_id in range(1, 2 * PLACES):
+        scheduler.add(make_request(request_id, 2, max_tokens=1))
+        step(scheduler)
+        if low.is_finished:
+            break
+    assert request_id == PLACES
+    assert low.finish_reason == "length"
+
+
+def test_a_long_prefill_never_delays_a_running_decode() -> None:
+    """Each step feeds every decode and at most `prefill_chunk` tokens in all."""
+    scheduler = make_scheduler(num_rows=4000, max_batch=4, max_context=9000, prefill_chunk=32)
+    for request_id in range(3):
+        scheduler.add(make_request(request_id, 2, max_tokens=400))
+    step(scheduler)
+    long = make_request(3, 8000, max_tokens=1)
+    scheduler.add(long)
+    for fed in run_until(scheduler, lambda: long.num_computed > 5000):
+        assert [item[0] for item in fed] == [0, 1, 2, 3]
+        assert sum(count for _, _, count, _ in fed) == 32
+
+
 # --- cost and agreement ---
 
 
@@ -536,13 +664,22 @@ class Pair:
     """Two schedulers that get the same calls; a fake model with real page rows runs on the first one's plans."""
 
     def __init__(
-        self, page_tokens: int, kvp: int, num_rows: int, max_batch: int, max_context: int, prefill_chunk: int
+        self,
+        page_tokens: int,
+        kvp: int,
+        num_rows: int,
+        max_batch: int,
+        max_context: int,
+        prefill_chunk: int,
+        reuse: bool = False,
     ) -> None:
         page_rule = PageRule(page_tokens=page_tokens, kvp=kvp)
         self.num_rows, self.max_context, self.chunk, self.max_batch = num_rows, max_context, prefill_chunk, max_batch
         self.pool_tokens = num_rows * page_rule.row_tokens
-        self.one, self.two = (Scheduler(page_rule, num_rows, max_batch, max_context, prefill_chunk) for _ in range(2))
-        self.model = FakeModel(page_rule)
+        self.one, self.two = (
+            Scheduler(page_rule, num_rows, max_batch, max_context, prefill_chunk, prefix_reuse=reuse) for _ in range(2)
+        )
+        self.model = FakeModel(page_rule, reuse=reuse)
         self.requests: dict[int, Request] = {}
         self.twins: dict[int, Request] = {}
         self.ended_by_us: set[int] = set()
@@ -554,9 +691,14 @@ class Pair:
     def running(self) -> list[Request]:
         return sorted((r for r in self.live() if r.state is RequestState.RUNNING), key=lambda r: r.order)
 
-    def add(self, num_prompt: int, max_tokens: int, bad_output: int | None = None, **fields: Any) -> None:
+    def add(
+        self, num_prompt: int, max_tokens: int, bad_output: int | None = None, own_from: int = 0, **fields: Any
+    ) -> None:
+        """Prompts are the same up to the token number `own_from`."""
         request_id = len(self.requests)
         request, twin = (make_request(request_id, num_prompt, max_tokens, **fields) for _ in range(2))
+        for one in (request, twin):
+            one.prompt_ids[:own_from] = [position * 3 % VOCABULARY for position in range(num_prompt)][:own_from]
         fits = 0 < num_prompt <= min(self.max_context, self.pool_tokens - min(max_tokens, 1))
         for scheduler, mine in ((self.one, request), (self.two, twin)):
             if fits:
@@ -577,6 +719,8 @@ class Pair:
             stop_token_ids=frozenset(random.sample(range(VOCABULARY), random.choice([0, 0, 0, 1]))),
             priority=random.choice([0, 0, 0, 1, -1]),
             bad_output=random.choice([None, None, None, None, None, 2]),
+            own_from=random.choice([0, 5, 9, 100]),
+            collect=random.choice(["tokens", "tokens", "tokens", "all_logits"]),
         )
 
     def end(self, request_id: int, is_cancel: bool) -> None:
@@ -600,6 +744,8 @@ class Pair:
         self.check_order(before)
         self.check_rows()
         tokens = self.model.step(plan)
+        holders = Counter(row for request in self.live() for row in request.rows)
+        assert all(holders[row] == 1 for row in self.model.written), "a shared row is written"
         if end_inside is not None:
             self.end(*end_inside)
         finished, twin_finished = self.one.commit(plan, tokens), self.two.commit(twin_plan, tokens)
@@ -648,15 +794,27 @@ class Pair:
         assert (request.error is not None) == (reason == "error")
 
     def check_rows(self) -> None:
-        held = [row for request in self.live() for row in request.rows]
-        assert len(set(held)) == len(held), "a row has two owners"
+        held = Counter(row for request in self.live() for row in request.rows)
+        assert self.model.reuse or max(held.values(), default=1) == 1, "a row has two owners"
         assert len(held) + self.one.num_free_rows == self.num_rows
+        assert [held[row] for row in range(self.num_rows)] == self.one._rows._num_holders
         assert all(not r.rows for r in self.requests.values() if r.state is not RequestState.RUNNING)
         for request in self.running():
             assert len(request.rows) * self.model.rule.row_tokens >= request.num_computed
             assert len(request.rows) <= self.model.rule.rows_for(request.num_tokens)
         for request_id, request in self.requests.items():
             assert self.twins[request_id].rows == request.rows
+        self.check_shared_rows()
+
+    def check_shared_rows(self) -> None:
+        """Every full row of a request can be found, and holds what the request would have computed itself."""
+        row_tokens = self.model.rule.row_tokens
+        for request in self.running() if self.model.reuse else ():
+            num_full = request.num_computed // row_tokens
+            assert request.num_published == num_full
+            tokens = (request.prompt_ids + request.output_ids)[: num_full * row_tokens]
+            assert [self.model.cells[self.model.cell(request, at)] for at in range(len(tokens))] == tokens
+            assert len(set(request.rows)) == len(request.rows)
 
     def check_counts(self) -> None:
         assert self.one.digest() == self.two.digest()
@@ -692,8 +850,9 @@ class Traffic(RuleBasedStateMachine):
         max_batch=st.sampled_from([4, 6, 2, 1]),
         max_context=st.sampled_from([60, 20, 7]),
         prefill_chunk=st.sampled_from([12, 5, 2, 1]),
+        reuse=st.booleans(),
     )
-    def start(self, **sizes: int) -> None:
+    def start(self, **sizes: Any) -> None:
         self.pair = Pair(**sizes)
 
     @rule(
@@ -703,6 +862,8 @@ class Traffic(RuleBasedStateMachine):
         stop_token_ids=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=2),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         bad_output=st.sampled_from([None, None, None, 0, 2]),
+        own_from=st.sampled_from([0, 30, 7]),
+        collect=st.sampled_from(["tokens", "tokens", "all_logits"]),
     )
     def add(self, **fields: Any) -> None:
         self.pair.add(**fields)
@@ -757,6 +918,7 @@ def soak(seed: int) -> Pair:
         max_batch=random.randint(2, 6),
         max_context=random.choice([1000, 1000, 30]),
         prefill_chunk=random.randint(1, 16),
+        reuse=seed % 2 == 1,
     )
     for _ in range(60):
         if random.random() < 0.25:
@@ -780,6 +942,8 @@ def test_soak_of_small_pools_reaches_preemption_and_pauses() -> None:
     assert sum(pair.num_pauses > 0 for pair in pairs) > 8
     again = [request for pair in pairs for request in pair.requests.values() if request.num_preemptions > 1]
     assert len(again) > 2
+    assert sum(pair.model.num_reused > 0 for pair in pairs) > 12
+    assert all(pair.model.num_reused == pair.one.num_reused_tokens for pair in pairs)
 
 
 def test_drain_of_equal_priorities_takes_no_more_steps_than_one_after_the_other() -> None:
