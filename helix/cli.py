@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +21,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from helix.bench.command import bench_app
@@ -29,6 +31,7 @@ from helix.options import ConfigOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from helix.engine.engine import Engine
+    from helix.engine.jsonl import Counts
     from helix.engine.outputs import Output
     from helix.engine.sampling import SamplingParams
     from helix.verify import Report
@@ -94,10 +97,12 @@ def generate(
     min_p: Annotated[float, typer.Option()] = 0.0,
     seed: Annotated[int | None, typer.Option()] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string. Repeatable.")] = None,
+    input_: Annotated[Path | None, typer.Option("--input", help="File of prompts, one JSON value a line.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the answers are appended; a run goes on there.")] = None,
     set_: SetOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Answer prompts; one prompt is streamed as its tokens come, several are batched."""
+    """Answer prompts; one prompt is streamed as its tokens come, several are batched, a file is gone through."""
     from helix.engine.sampling import SamplingParams
 
     run = load_config(config, set_ or [])
@@ -110,6 +115,11 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
+    if input_ is not None or output is not None:
+        if input_ is None or output is None or prompt or prompt_ids:
+            raise ConfigError("--input FILE and --output FILE go together, and without --prompt and --prompt-ids")
+        _answer_file(run, input_, output, params, raw, json_)
+        return
     ids = _parse_ids(prompt_ids)
     texts = prompt or ([] if ids else [sys.stdin.read()])
     with _open_engine(run) as engine:
@@ -120,6 +130,51 @@ def generate(
             _print_stream(engine, prompts[0], params)
         else:
             _print_outputs(engine.generate(prompts, params), engine, json_)
+
+
+def _answer_file(run: RunConfig, source: Path, target: Path, params: SamplingParams, raw: bool, as_json: bool) -> None:
+    """Answer every line of `source` that has no answer in `target`; under the launcher rank 0 reads and writes."""
+    from helix.engine import jsonl
+
+    env = launch_env()
+    if env is not None and env.rank != 0:
+        _open_engine(run)
+        return
+    settings = jsonl.Settings(params, raw)
+    answers = jsonl.Answers(target)
+    try:
+        counts = jsonl.check_answers(source, answers, settings)
+        started = time.perf_counter()
+        if counts.num_before < counts.num_lines or env is not None:  # the launcher's other ranks wait for an engine
+            with _open_engine(run) as engine, _answer_bar(counts) as report:
+                started = time.perf_counter()
+                jsonl.FileRun(engine, settings, answers, counts, report).run(jsonl.read_lines(source))
+    finally:
+        answers.close()
+    seconds = time.perf_counter() - started
+    if as_json:
+        print(json.dumps({**asdict(counts), "seconds": seconds, "output": str(target)}))
+        return
+    print(
+        f"{target}: {counts.num_lines} lines, {counts.num_before} answered before, {counts.num_answered} now, "
+        f"{counts.num_errors} errors | {counts.num_tokens} tokens | {counts.num_tokens / seconds:.1f} tokens/s"
+    )
+
+
+@contextmanager
+def _answer_bar(counts: Counts) -> Iterator[Callable[[Counts], None]]:
+    """Called after each answer; draws a bar where someone is watching."""
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    state = TextColumn("{task.fields[errors]} errors, {task.fields[tokens]} tokens")
+    console = Console(stderr=True)
+    with Progress(*columns, state, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=counts.num_lines, completed=counts.num_before, errors=0, tokens=0)
+
+        def report(now: Counts) -> None:
+            done = now.num_before + now.num_answered + now.num_errors
+            bar.update(task, completed=done, errors=now.num_errors, tokens=now.num_tokens)
+
+        yield report
 
 
 def _parse_ids(given: list[str] | None) -> list[list[int]]:
