@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helix.comm.clock import Clock
 
 @dataclass(slots=True)
 class Traffic:
@@ -55,6 +56,7 @@ class Group:
         self.size = len(ranks)
         self.index = ranks.index(rank)
         self.traffic = Traffic()
+        self.clock = Clock()
         self._comm = comm
         self._handle = handle
         self._beat = beat

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helix.comm.clock import Clock
 from helix.comm.monitor import end_process
 from helix.comm.world import World, open_store, pick_device
 from helix.config import LaunchEnv, RunConfig, config_to_dict, launch_env, make_config
@@ -266,6 +267,11 @@ class Engine:
     def num_reused_tokens(self) -> int:
         """Tokens that were found in page rows instead of being computed."""
         return self._core.scheduler.num_reused_tokens
+
+    @property
+    def exchange_clock(self) -> Clock:
+        """Time that exchanges take in this rank's sampled steps."""
+        return self._core.mesh.kvp.clock
 
     @property
     def num_running(self) -> int:

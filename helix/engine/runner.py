@@ -104,7 +104,8 @@ class Runner:
     def _run_eagerly(self, plan: StepPlan, tap: BatchTap | None) -> StepRun:
         batch = build_batch(plan, self.rule, self.mesh.coords.kvp_rank, self.mesh.device)
         layer_tap = None if tap is None else lambda index, x_TC: tap(batch, index, x_TC)
-        hidden_TC = self.model(batch, self.cache, layer_tap)
+        with self.mesh.kvp.clock.step(self.mesh.device):
+            hidden_TC = self.model(batch, self.cache, layer_tap)
         if not batch.sample_T.shape[0]:
             nothing = hidden_TC.new_empty(0, 0, dtype=torch.float32)
             return StepRun(nothing, batch.sample_T, hidden_TC)

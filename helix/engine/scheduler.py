@@ -227,7 +227,7 @@ class Scheduler:
             if request.is_finished:
                 continue
             request.num_computed = item.start + item.count
-            self._publish(request)
+            self._publish(request, request.num_computed)
             if token == NOT_FINITE:
                 self.fail(request.request_id, f"the logits at position {request.num_computed - 1} are not finite")
             else:
@@ -307,10 +307,13 @@ class Scheduler:
             request.num_reused = request.num_computed
         self.num_reused_tokens += request.num_computed
 
-    def _publish(self, request: Request) -> None:
-        """Let others find the rows that are full now; a row whose content is there already is given up for that one."""
-        num_full = request.num_computed // self.rule.row_tokens
-        if not self._rows.reuse or num_full == request.num_published:
+    def _publish(self, request: Request, num_computed: int) -> None:
+        """Let others find the rows that are full with the first `num_computed` tokens, all of which are known.
+
+        A row whose content is there already is given up for that one.
+        """
+        num_full = num_computed // self.rule.row_tokens
+        if not self._rows.reuse or num_full <= request.num_published:
             return
         root = self._root(request)
         rows = list(request.rows)  # page tables on a device are kept up to date by the identity of this list

@@ -30,10 +30,11 @@ class Exchange:
         if self.group.size == 1:
             # One part is its own merge: where it is empty, its output is 0 already.
             return out_THD
-        out_ZThD, lse_ZTh = self._split_heads(out_THD, lse_TH)
-        if self.form == "ag_rs":
-            return self._gather_and_reduce(out_ZThD, lse_ZTh)
-        return self._all_to_all(out_ZThD, lse_ZTh)
+        with self.group.clock.exchange():
+            out_ZThD, lse_ZTh = self._split_heads(out_THD, lse_TH)
+            if self.form == "ag_rs":
+                return self._gather_and_reduce(out_ZThD, lse_ZTh)
+            return self._all_to_all(out_ZThD, lse_ZTh)
 
     def _split_heads(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Cut the heads by destination rank; padding heads are empty parts (0 and -inf), so they merge to 0."""

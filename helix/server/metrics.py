@@ -72,6 +72,14 @@ class _EngineState(Collector):
             "Tokens found in page rows instead of being computed.",
             engine.num_reused_tokens,
         )
+        clock = engine.exchange_clock
+        yield CounterMetricFamily("helix_sampled_steps", "Eager steps of rank 0 that were timed.", clock.num_steps)
+        yield CounterMetricFamily("helix_sampled_step_seconds", "Time of the timed steps.", clock.step_s)
+        yield CounterMetricFamily(
+            "helix_sampled_exchange_seconds",
+            "Time of all exchanges in the timed steps, waiting for other ranks included.",
+            clock.exchange_s,
+        )
         yield CounterMetricFamily(
             "helix_preemptions", "Times a request gave its rows back and was computed again.", engine.num_preemptions
         )
