@@ -16,6 +16,7 @@ from torch import Tensor
 
 from helix.comm.clock import Clock
 
+
 @dataclass(slots=True)
 class Traffic:
     """Calls and bytes that left this rank, per collective name."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from helix.config import ServerConfig
@@ -21,7 +21,7 @@ from helix.engine.generation import Generation
 from helix.errors import HelixError, RankFailure, RequestError
 from helix.server.answers import Answer, Chat, Completion, Json
 from helix.server.desk import Call, Desk
-from helix.server.errors import ApiError, bad_request
+from helix.server.errors import ApiError, ErrorBody, bad_request
 from helix.server.gate import Gate
 from helix.server.metrics import Metrics
 from helix.server.schema import (
@@ -186,7 +186,8 @@ def _event(content: Json) -> str:
 
 def make_app(service: Service) -> FastAPI:
     """The ASGI application."""
-    app = FastAPI(title="Helix", docs_url=None, redoc_url=None)
+    responses: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+    app = FastAPI(title="Helix", docs_url=None, redoc_url=None, responses=responses)
     config = service.config
     app.add_middleware(
         Gate,
@@ -202,11 +203,13 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_model=None)
+    forms: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+
+    @app.post("/v1/completions", response_model=None, responses=forms)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await service.answer(body, request)
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=forms)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await service.answer(body, request)
 
@@ -223,13 +226,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return card
 
-    @app.get("/health", response_model=None)
+    @app.get("/health", response_model=None, responses={503: {"description": "not ready"}})
     async def health() -> Response:
         engine = service.engine
         state = "failed" if engine is not None and engine.failure is not None else service.desk.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

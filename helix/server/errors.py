@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 _KINDS = {
@@ -16,6 +17,21 @@ _KINDS = {
     504: "timeout_error",
 }
 _MAX_MESSAGE = 2000
+
+
+class ErrorFields(BaseModel):
+    """What an error says."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer other than 200, for the schema."""
+
+    error: ErrorFields
 
 
 class ApiError(Exception):

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ import httpx2
 import openai
 import psutil
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
@@ -42,10 +38,9 @@ from helix.server.errors import ApiError
 from helix.server.gate import Gate
 from helix.server.metrics import Metrics
 from helix.server.run import serve
-from tests.e2e.planted_fault import ROOT
+from tests.e2e.served import LIMIT_S, Served, Starter, tiny_config
 from tests.tiny import TinyModels, prompt
 
-LIMIT_S = 30.0
 KEY = "correct horse"
 POISON = 5
 """Token whose embedding is NaN in the tiny model."""
@@ -53,113 +48,6 @@ REUSED = {"prompt_tokens_details"}
 """Part of a usage that depends on who asked before."""
 OUTCOMES = ("length", "cancelled", "timeout")
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-class Served:
-    """``launch/serve.py`` as a process, with what its tests ask of it."""
-
-    def __init__(self, directory: Path, config: dict[str, Any], num_launched: int) -> None:
-        self.port = free_port()
-        config["server"] = {"port": self.port} | config.get("server", {})
-        file = directory / "serve.yaml"
-        file.write_text(yaml.safe_dump(config))
-        self._log = directory / "log"
-        key = config["server"].get("api_key")
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        launcher = ["-m", "deepspeed.launcher.runner", "--hostfile=/dev/null", f"--num_accelerators={num_launched}"]
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *([*launcher, f"--master_port={free_port()}"] if num_launched else []),
-                    *("launch/serve.py", "--config", str(file)),
-                ],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            )
-        self.http = httpx2.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
-        self.openai = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1",
-            api_key=key or "none",
-            max_retries=0,
-            http_client=httpx2.Client(trust_env=False, timeout=60),
-        )
-
-    def wait_ready(self) -> Served:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log()
-            try:
-                if self.http.get("/health").status_code == 200:
-                    return self
-            except httpx2.TransportError:
-                pass
-            time.sleep(0.1)
-        raise AssertionError(f"not ready in time: {self.log()}")
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
-        if body is not None:
-            options["json"] = body
-        return self.http.post(path, headers=self.headers | options.pop("headers", {}), **options)
-
-    def metric(self, name: str) -> float:
-        text = self.http.get("/metrics", headers=self.headers).text
-        found = re.search(rf"^helix_{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    def wait_free(self) -> None:
-        """Nothing runs, nothing waits, and every page row is free."""
-        deadline = time.monotonic() + LIMIT_S
-        names = ("page_rows_used", "requests_running", "requests_waiting")
-        while any(self.metric(name) for name in names):
-            assert time.monotonic() < deadline, [(name, self.metric(name)) for name in names]
-            time.sleep(0.05)
-
-    def send_raw(self, path: str, body: dict[str, Any]) -> socket.socket:
-        """A request on a socket of its own, which the caller may drop at any moment."""
-        content = json.dumps(body).encode()
-        lines = [f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json"]
-        lines += [f"Content-Length: {len(content)}", *(f"{name}: {value}" for name, value in self.headers.items())]
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        connection.sendall("\r\n".join([*lines, "", ""]).encode() + content)
-        return connection
-
-    def destroy(self) -> None:
-        self.openai.close()
-        self.http.close()
-        if self.process.poll() is None:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
-            self.process.kill()
-        self.process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-Starter = Callable[..., Served]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    started: list[Served] = []
-
-    def run(config: dict[str, Any], num_launched: int = 0) -> Served:
-        started.append(Served(tmp_path_factory.mktemp("served"), config, num_launched))
-        return started[-1]
-
-    yield run
-    for one in started:
-        one.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -183,21 +71,6 @@ def poisoned(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path
     weights["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-def tiny_config(path: Path | str, **layout: int) -> dict[str, Any]:
-    return {
-        "model": {"path": str(path), "dtype": "float32"},
-        "layout": layout,
-        "cache": {"page_tokens": 4, "num_page_rows": 64},
-        "engine": {
-            "device": "cpu",
-            "max_batch": 4,
-            "prefill_chunk": 32,
-            "check_schedule": True,
-            "stall_timeout_s": 12.0,
-        },
-    }
 
 
 @pytest.fixture(scope="module")
@@ -640,12 +513,13 @@ def test_real_text_from_launched_ranks_which_finish_after_sigterm(start: Starter
     answer = served.openai.chat.completions.create(model="smol", messages=QUESTION, temperature=0)
     assert "Paris" in (answer.choices[0].message.content or "")
     body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "logprobs": 0, "temperature": 0}
+    before = served.post("/v1/completions", body).json()["choices"][0]["text"]
     children = psutil.Process(served.process.pid).children(recursive=True)
     launched = [process for process in children if "--local_rank" in " ".join(process.cmdline())]
     assert len(launched) == 3
     with served.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
         lines = streamed.iter_lines()
-        next(lines)
+        first = next(lines)
         for process in launched:
             process.terminate()
         deadline = time.monotonic() + LIMIT_S
@@ -656,7 +530,8 @@ def test_real_text_from_launched_ranks_which_finish_after_sigterm(start: Starter
         rest = list(lines)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert rest[-2:] == ["data: [DONE]", ""]
-    assert sum('"token_logprobs"' in line for line in rest) >= 29
+    events = [json.loads(line[6:]) for line in (first, *rest) if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == before
     assert served.process.wait(LIMIT_S) == 0, served.log()
 
 
