@@ -57,6 +57,12 @@ class Link:
         self._writable = True
         self._rest = b""
 
+    def place(self, host: str, own_host: str) -> str:
+        """``on ADDRESS`` and a space where the peer, whose `host_identity` is `host`, is on another machine."""
+        with suppress(OSError):
+            return "" if host == own_host else f"on {self.sock.getpeername()[0]} "
+        return ""
+
     def send(self, kind: str, **fields: Any) -> None:
         """Best effort: a peer that reads no more is found by its silence, and one that is gone by `receive`."""
         data = encode(kind, **fields)

@@ -35,6 +35,7 @@ class FollowerWatch(Watch):
         self._start_timeout_s = start_timeout_s
         self._leader = Progress(rank=0)
         self._leader_pids: tuple[int, ...] = ()
+        self._leader_place = ""
         self._host = host_identity()
         self._ticks_silent = 0
         self._leader_left = False
@@ -72,6 +73,7 @@ class FollowerWatch(Watch):
                     self._leader.update(pulse_of(message))
                 case "ready":
                     self._leader_pids = (message["pid"],) if message["host"] == self._host else ()
+                    self._leader_place = self._link.place(message["host"], self._host)
                     self._monitor.connected()
                 case "verdict":
                     kill_processes(pid for pid in message["kill"] if isinstance(pid, int))
@@ -84,7 +86,7 @@ class FollowerWatch(Watch):
         elif not self._link.alive:
             self._forget(self._link.sock)
             if not self._leader_left:
-                self._end(RankFailure(0, LOST))
+                self._end(RankFailure(0, self._leader_place + LOST))
 
     def _tick(self) -> None:
         self._link.send("pulse", **asdict(self._monitor.pulse()))
@@ -103,7 +105,7 @@ class FollowerWatch(Watch):
             # The other ranks should see for themselves that it stopped, before they see that it died.
             time.sleep(2 * self.times.heartbeat_s)
             kill_processes(self._leader_pids)
-            self._end(RankFailure(0, reason))
+            self._end(RankFailure(0, self._leader_place + reason))
 
     def _attend(self) -> None:
         while self._reports and not self._over:

@@ -72,6 +72,7 @@ class LeaderWatch(Watch):
         self._own = Progress(rank=0)
         self._host = host_identity()
         self._peers: dict[int, _Peer] = {}
+        self._places: dict[int, str] = {}
         self._suspects: list[_Suspect] = []
         self._ticks = 0
         self._said_bye = False
@@ -114,6 +115,7 @@ class LeaderWatch(Watch):
     def _admit(self, peer: _Peer) -> None:
         self._missing.remove(peer.rank)
         self._peers[peer.rank] = peer
+        self._places[peer.rank] = peer.link.place(peer.host, self._host)
         self._selector.modify(peer.link.sock, selectors.EVENT_READ, lambda: self._hear(peer))
         peer.link.send("pulse", **asdict(self._monitor.pulse()))
         if self._missing:
@@ -221,6 +223,7 @@ class LeaderWatch(Watch):
     def _judge(self, suspect: _Suspect) -> None:
         """`suspect` is the one: tell every rank, and have those past telling killed by others on their host."""
         reason = self._exit_reason(suspect.rank) if suspect.cause == "died" else suspect.reason
+        reason = self._places.get(suspect.rank, "") + reason
         silent = [peer for peer in self._peers.values() if peer.ticks_silent > _MISSED_HEARTBEATS]
         for peer in self._peers.values():
             pids = [one.pid for one in silent if one.host == peer.host]

@@ -8,12 +8,15 @@ the same process.
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as torch_dist
 
@@ -152,12 +155,27 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % available)
 
 
+def interface_towards(address: str) -> str | None:
+    """The network interface by which this machine and `address` reach each other, None where that cannot be told."""
+    with suppress(OSError):
+        family, _kind, _protocol, _name, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            mine = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(one.address.partition("%")[0] == mine for one in addresses):
+                return name
+    return None
+
+
 def _import_comm(env: LaunchEnv, device: torch.device) -> Any:
     """The `deepspeed.comm` module; imported only where there is more than one rank, and before the monitor counts."""
     # deepspeed asks the environment which accelerator to use, and guesses (with a warning) where nothing is said.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    if env.local_size == env.world_size and env.master_addr in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # gloo alone would take the address that the machine's own name stands for, which other nodes may not reach.
+    interface = interface_towards(env.master_addr)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # deepspeed.comm calls the collectives by names that torch 2.13 renamed; the user cannot change that.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed.comm as comm
