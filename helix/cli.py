@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False)],
     )
     if not debug:
-        for noisy in ("DeepSpeed", "torch", "transformers"):
+        for noisy in ("DeepSpeed", "torch", "transformers", "httpx", "httpx2"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         app(given, standalone_mode=True)

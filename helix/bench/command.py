@@ -6,12 +6,13 @@ and one JSON object as its last line.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from helix.config import RunConfig, load_config, make_config, parse_overrides
+from helix.config import RunConfig, config_to_dict, load_config, make_config, parse_overrides
 from helix.errors import ConfigError
 from helix.options import JsonOption, SetOption
 
@@ -94,3 +95,59 @@ def bench_kernel(
     from helix.bench import kernels
 
     kernels.print_report(kernels.bench_kernels(families), as_json=json_)
+
+
+@bench_app.command("serve")
+def bench_serve(
+    url: Annotated[str | None, typer.Option(help="A running server: http://HOST:PORT/v1.")] = None,
+    config: RunOption = None,
+    card: CardOption = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model (default: the server's first).")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key of the server.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Clients that each wait for their answer; several: 1,8,32.")] = "1,8",
+    rate: Annotated[str | None, typer.Option(help="Requests a second at random times instead; several: 0.5,2.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 64,
+    prompt_tokens: Annotated[str, typer.Option(help="Tokens of each prompt, also 128K.")] = "512",
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
+    shared_tokens: Annotated[str, typer.Option(help="Tokens that all prompts begin with.")] = "0",
+    vocab_size: Annotated[int, typer.Option(min=1, help="Prompts are random token ids below it.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Time to first token, TTL and throughput of a server under streamed load; with --config, of one started here."""
+    from helix.bench import serve
+    from helix.planner.command import read_tokens
+
+    prompt, shared = read_tokens(prompt_tokens, "--prompt-tokens"), 0
+    if shared_tokens != "0":
+        shared = read_tokens(shared_tokens, "--shared-tokens")
+    if shared > prompt:
+        raise ConfigError(f"--shared-tokens={shared} is more than --prompt-tokens={prompt}")
+    sizes = {"num_requests": requests, "prompt_tokens": prompt, "output_tokens": output_tokens, "shared_tokens": shared}
+    if rate is None:
+        loads = [serve.Load(concurrency=one, **sizes) for one in _numbers("--concurrency", concurrency, int)]
+    else:
+        loads = [serve.Load(rate=one, **sizes) for one in _numbers("--rate", rate, float)]
+    options: dict[str, int] = {"vocab_size": vocab_size, "seed": seed}
+    if url is not None:
+        if config is not None or card is not None or set_:
+            raise ConfigError("--url is a server that runs already: leave out --config, --card and --set")
+        found = serve.bench_serve(serve.make_client(url, api_key), model, loads, **options)
+        serve.print_report(found, {"url": url}, as_json=json_)
+        return
+    run = read_run("serve", config, card, set_)
+    with serve.own_server(run) as own_url:
+        found = serve.bench_serve(serve.make_client(own_url, run.server.api_key), model, loads, **options)
+    serve.print_report(found, {"config": config_to_dict(run) | {"server": {}}}, as_json=json_)
+
+
+def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
+    """``1,8`` -> [1, 8]. Raises: ConfigError where one is no number above 0."""
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option}={text}: {error}; write numbers with commas, such as 1,8") from error
+    if min(numbers) <= 0 or not all(map(math.isfinite, numbers)):
+        raise ConfigError(f"{option}={text}: every number must be above 0")
+    return numbers

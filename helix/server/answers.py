@@ -88,10 +88,13 @@ class Answer(ABC):
                 yield self._wrap(self.chunk_object, [choice])
 
     def chunk(self, index: int, piece: Piece) -> Json | None:
-        """Take a piece; the chunk that it makes, None where it brings nothing to send."""
+        """Take a piece; the chunk that it makes, None where it brings nothing to send.
+
+        A model without a tokenizer has no text: there each token makes a chunk, so that clients can time it.
+        """
         choice = self.choices[index]
         logprobs = choice.add(piece)
-        if not (piece.text or logprobs or piece.finish_reason):
+        if self._tokenizer is not None and not (piece.text or logprobs or piece.finish_reason):
             return None
         return self._wrap(self.chunk_object, [self._chunk_choice(choice, piece, logprobs)])
 

@@ -253,9 +253,7 @@ def _show(model: Path) -> None:
             client.stdout.readline()
         hosts.pull_the_cable()
         ranks_s, all_s = served.wait_ended(60)
-        print(
-            f"cable pulled in a stream: ranks gone after {ranks_s:.1f} s, the launcher after {all_s:.1f} s"
-        )
+        print(f"cable pulled: all ranks gone after {ranks_s:.1f} s, the launcher after {all_s:.1f} s")
         print(served.log())
 
 
