@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import psutil
@@ -155,16 +156,22 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % available)
 
 
-def interface_towards(address: str) -> str | None:
-    """The network interface by which this machine and `address` reach each other, None where that cannot be told."""
+def interface_towards(address: str, *, is_local: bool) -> str | None:
+    """The network interface by which this machine reaches `address`, None where that cannot be told.
+
+    Unless `is_local`, other machines must reach it too: then the loopback interface does not count, which a hosts file
+    may give for the machine's own name.
+    """
+    interfaces = {
+        one.address.partition("%")[0]: name for name, addresses in psutil.net_if_addrs().items() for one in addresses
+    }
     with suppress(OSError):
-        family, _kind, _protocol, _name, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            mine = probe.getsockname()[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(one.address.partition("%")[0] == mine for one in addresses):
-                return name
+        for family, kind, _protocol, _name, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing
+                mine = probe.getsockname()[0]
+                if mine in interfaces and (is_local or not ip_address(mine).is_loopback):
+                    return interfaces[mine]
     return None
 
 
@@ -173,7 +180,7 @@ def _import_comm(env: LaunchEnv, device: torch.device) -> Any:
     # deepspeed asks the environment which accelerator to use, and guesses (with a warning) where nothing is said.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     # gloo alone would take the address that the machine's own name stands for, which other nodes may not reach.
-    interface = interface_towards(env.master_addr)
+    interface = interface_towards(env.master_addr, is_local=env.local_size == env.world_size)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # deepspeed.comm calls the collectives by names that torch 2.13 renamed; the user cannot change that.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import socket
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helix.comm.heartbeat import Link, decode, encode, listen
 from helix.comm.progress import Progress, Pulse, find_stalled
+from helix.comm.world import interface_towards
 
 
 def ranks_at(*pulses: tuple[int, bool]) -> list[Progress]:
@@ -112,3 +114,13 @@ def test_messages_come_whole_in_pieces() -> None:
 def test_listens_where_the_others_look(master_addr: str, bound: str) -> None:
     with listen(master_addr) as listener:
         assert listener.getsockname()[0] in (bound, "::1" if master_addr == "localhost" else bound)
+
+
+def test_the_interface_that_other_machines_reach() -> None:
+    """Loopback is right for ranks of one machine only."""
+    loopback = next(
+        name for name, found in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in found)
+    )
+    for address in ("127.0.0.1", "localhost"):
+        assert interface_towards(address, is_local=True) == loopback
+        assert interface_towards(address, is_local=False) is None
