@@ -302,7 +302,9 @@ def plan(
     ] = "auto",
     cache: Annotated[str, typer.Option(help="Number format of the KV cache.")] = "auto",
     page_tokens: Annotated[int | None, typer.Option(help="Tokens of a page. Default 64.")] = None,
-    transport: Annotated[str, typer.Option(help="collective or symmetric.")] = "collective",
+    transport: Annotated[
+        str, typer.Option(help="auto, collective or symmetric (memory of peers, inside a node).")
+    ] = "auto",
     rows: Annotated[int, typer.Option(help="Helix layouts to show.")] = 12,
     show_groups: Annotated[bool, typer.Option("--show-groups", help="Ranks, groups and traffic of the best.")] = False,
     all_refused: Annotated[bool, typer.Option("--all-refused", help="Every reason for a refusal.")] = False,

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from helix.config import RunConfig
 from helix.cost.choices import make_formats
-from helix.cost.hardware import Transport, load_hardware
+from helix.cost.hardware import load_hardware
 from helix.errors import ConfigError
 from helix.model_spec import ModelSpec
 from helix.planner.candidates import Candidate
@@ -98,8 +98,8 @@ def make_question(options: PlanOptions) -> Question:
     """`options` read and checked."""
     if options.objective not in ("ttl", "throughput", "concurrency"):
         raise ConfigError(f"--objective {options.objective!r} must be ttl, throughput or concurrency")
-    if options.transport not in ("collective", "symmetric"):
-        raise ConfigError(f"--transport {options.transport!r} must be collective or symmetric")
+    if options.transport not in ("auto", "collective", "symmetric"):
+        raise ConfigError(f"--transport {options.transport!r} must be auto, collective or symmetric")
     if options.model is None:
         raise ConfigError(
             "helix plan needs --model: a model card (`helix models` lists them) or a checkpoint directory; or --config"
@@ -113,10 +113,12 @@ def make_question(options: PlanOptions) -> Question:
     page_tokens = _PAGE_TOKENS if options.page_tokens is None else options.page_tokens
     if page_tokens < 1:
         raise ConfigError(f"--page-tokens {page_tokens} must be at least 1")
+    hardware = load_hardware(options.hardware)
+    direct = options.transport == "symmetric" or (options.transport == "auto" and bool(hardware.symmetric))
     return Question(
         model=options.model,
         spec=spec,
-        hardware=load_hardware(options.hardware),
+        hardware=hardware,
         num_gpus=read_gpus(options.gpus or _GPUS),
         context=read_tokens(options.context or _CONTEXT, "--context"),
         batch=options.batch,
@@ -124,7 +126,7 @@ def make_question(options: PlanOptions) -> Question:
         objective=cast(Objective, options.objective),
         formats=make_formats(weights, None if options.cache == "auto" else options.cache),
         page_tokens=page_tokens,
-        transport=cast(Transport, options.transport),
+        transport="symmetric" if direct else "collective",
     )
 
 

@@ -21,7 +21,7 @@ class PlanOptions:
     weights: str = "auto"
     cache: str = "auto"
     page_tokens: int | None = None
-    transport: str = "collective"
+    transport: str = "auto"
     rows: int = 12
     output: Literal["text", "json", "yaml"] = "text"
     show_groups: bool = False

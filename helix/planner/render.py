@@ -56,7 +56,8 @@ def print_plan(
     console.print(
         f"{question.model} on {gpus} x {question.hardware.name}, context {tokens_text(question.context)}, "
         + (f"batch {batches.pop()}, " if len(batches) == 1 else "")
-        + f"weights {question.formats.weights}, KV {question.formats.cache}; objective {question.objective}"
+        + f"weights {question.formats.weights}, KV {question.formats.cache}, transport {question.transport}; "
+        + f"objective {question.objective}"
         + (f", TTL within {question.ttl_us / 1e3:g} ms" if question.ttl_us else ""),
         soft_wrap=True,
     )

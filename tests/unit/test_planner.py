@@ -290,6 +290,7 @@ def test_yaml_refuses_formats_the_engine_does_not_hold() -> None:
     (("--model", "llama-3.1-8b", "--gpus", "0"), "--gpus '0'"),
     (("--model", "llama-3.1-8b", "--context", "1T"), "--context '1T'"),
     (("--model", "llama-3.1-8b", "--objective", "fast"), "--objective 'fast'"),
+    (("--model", "llama-3.1-8b", "--transport", "pigeon"), "--transport 'pigeon' must be auto"),
     (("--model", "llama-3.1-8b", "--batch", "0"), "--batch 0"),
     (("--model", "llama-3.1-8b", "--ttl-ms", "-1"), "--ttl-ms -1"),
     (("--model", "llama-3.1-8b", "--weights", "int3"), "number format 'int3'"),
