@@ -20,7 +20,6 @@ from helix.bench.decode import Cell, bench_decode
 from helix.bench.launches import (
     CPU,
     GPU,
-    WIDTHS,
     Line,
     Sample,
     Sizes,
@@ -43,6 +42,8 @@ from helix.errors import ConfigError
 
 _MEASURE_LIMIT_S: Final = 300.0
 _COLLECTIVE_KB: Final = (4, 32, 128, 1024, 4096)
+# Rows of a product that is not of very few (`helix.cost.work.FEW_ROWS`): a usual decode batch.
+_SOME_ROWS: Final = 8
 _FORMATS: Final = ("bfloat16", "float32", "float8")
 # The model whose steps show the host's part: long enough on a device that a host which plans ahead is not in the way.
 _STEP_MODEL: Final = {"card": "llama-3.1-8b", "load": "dummy", "num_layers": 16}
@@ -53,8 +54,8 @@ class Calibration:
     """What was measured on rank 0, beside the card whose datasheet values it is held against.
 
     Rates are per microsecond. `samples` are the timed launches by kind; `latent_products` is one where arithmetic
-    binds; `widths` are expert products cut ever narrower. `step_us` is the host's part of a step (None: not measured).
-    `collectives` maps each to [(KB of a rank's buffer, us)]; empty with one rank.
+    binds. `step_us` is the host's part of a step (None: not measured). `collectives` maps each to [(KB of a rank's
+    buffer, us)]; empty with one rank.
     """
 
     device: str
@@ -65,7 +66,6 @@ class Calibration:
     product_rates: dict[str, float]
     samples: dict[KernelKind, tuple[Sample, ...]]
     latent_products: Sample
-    widths: tuple[Sample, ...]
     small_us: float
     step_us: float | None
     collectives: dict[Op, list[tuple[float, float]]]
@@ -127,7 +127,6 @@ def measure(world: World, hardware: str | None) -> Calibration:
         products = {one: product_rate(device, one, sizes.product) for one in _FORMATS}
         samples = _samples(device, dtype, sizes)
         (latent_products,) = attention_samples(device, dtype, [sizes.latent_products], 576, 512)
-        widths = [(8, width) for width in WIDTHS] if cuda else []
         return Calibration(
             device=name,
             num_ranks=world.size,
@@ -137,7 +136,6 @@ def measure(world: World, hardware: str | None) -> Calibration:
             product_rates={one: rate for one, rate in products.items() if rate is not None},
             samples=samples,
             latent_products=latent_products,
-            widths=tuple(expert_samples(device, dtype, sizes, widths)),
             small_us=small_us(device, dtype, sizes),
             step_us=None,
             collectives={op: _collective(world.group, op, device) for op in OPS} if world.size > 1 else {},
@@ -146,10 +144,12 @@ def measure(world: World, hardware: str | None) -> Calibration:
 
 def _samples(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[KernelKind, tuple[Sample, ...]]:
     return {
-        "linear": tuple(linear_samples(device, dtype, sizes)),
+        "linear": tuple(linear_samples(device, dtype, sizes, _SOME_ROWS)),
+        "few_linear": tuple(linear_samples(device, dtype, sizes, 1)),
         "attention": tuple(attention_samples(device, dtype, sizes.attention, 128, 128)),
         "latent_attention": tuple(attention_samples(device, dtype, sizes.latent, 576, 512)),
         "experts": tuple(expert_samples(device, dtype, sizes, sizes.experts)),
+        "few_experts": tuple(expert_samples(device, dtype, sizes, sizes.few_experts)),
     }
 
 
@@ -275,7 +275,6 @@ def report_rows(found: Calibration) -> list[tuple[str, str, str, str]]:
         rows += [_sample_row(one, sheet) for one in found.samples[kind]]
     many = found.latent_products
     rows.append((f"  {many.name}", f"{many.us:.1f} us, {many.flops / many.us / 1e6:.4g} TFLOP/s", "", ""))
-    rows += [_sample_row(one, sheet) for one in found.widths]
     rows.append(("small kernel", f"{found.small_us:.1f} us", "", ""))
     if found.step_us is not None:
         rows.append(("host's part of a step", f"{found.step_us:.0f} us", "", ""))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from helix.kernels import attend, rms_norm
+from helix.layers.linear import Linear
 from helix.layers.moe import expert_products
 
 _REPEATS = 9
@@ -53,8 +54,8 @@ class Line:
 class Sizes:
     """What is timed, so large that it takes long enough and so small that it takes no longer.
 
-    `linear` (outputs, inputs); `attention` and `latent` (batch, cached tokens, query heads, KV heads); `experts`
-    (tokens, width of an expert's part) of `num_experts`, `per_token` of which a token goes to.
+    `linear` (outputs, inputs); `attention` and `latent` (batch, cached tokens, query heads, KV heads); `experts` and
+    `few_experts` (tokens, width of an expert's part) of `num_experts`, `per_token` of which a token goes to.
     """
 
     read_bytes: int
@@ -65,6 +66,7 @@ class Sizes:
     latent: tuple[tuple[int, int, int, int], ...]
     latent_products: tuple[int, int, int, int]
     experts: tuple[tuple[int, int], ...]
+    few_experts: tuple[tuple[int, int], ...]
     num_experts: int
     per_token: int
 
@@ -77,7 +79,8 @@ CPU = Sizes(
     attention=((1, 512, 8, 1), (1, 8192, 8, 1)),
     latent=((1, 512, 16, 1), (1, 4096, 16, 1)),
     latent_products=(1, 1024, 64, 1),
-    experts=((1, 128), (4, 128)),
+    experts=((2, 128), (8, 128)),
+    few_experts=((1, 64), (1, 256)),
     num_experts=8,
     per_token=2,
 )
@@ -93,12 +96,11 @@ GPU = Sizes(
     ),
     latent=((1, 16 * _K, 16, 1), (1, 64 * _K, 16, 1), (1, 512 * _K, 16, 1), (8, 64 * _K, 16, 1), (32, 32 * _K, 16, 1)),
     latent_products=(8, 128 * _K, 128, 1),
-    experts=tuple((tokens, 1408) for tokens in (1, 4, 8, 16, 32, 64)),
+    experts=((4, 1408), (8, 1408), (16, 1408), (32, 1408), (64, 1408), (8, 704), (8, 352), (8, 176), (8, 88)),
+    few_experts=((1, 1408), (1, 704), (1, 352), (1, 176), (1, 88)),
     num_experts=64,
     per_token=6,
 )  # fmt: skip
-# Widths of an expert's part for `expert_widths`: one expert of DeepSeek-V2-Lite cut over 1, 2, 4, 8 and 16 ranks.
-WIDTHS = (1408, 704, 352, 176, 88)
 
 
 def time_us(calls: Sequence[Call], device: torch.device) -> float:
@@ -179,14 +181,22 @@ def product_rate(device: torch.device, number_format: str, size: int) -> float |
     return 2.0 * size**3 / time_us([call] * 3, device)
 
 
-def linear_samples(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Sample]:
-    """Products of one row."""
+def linear_samples(device: torch.device, dtype: torch.dtype, sizes: Sizes, rows: int) -> Iterator[Sample]:
+    """Products of `rows` rows, by the engine's own layer."""
     for outputs, inputs in sizes.linear:
         num_bytes = outputs * inputs * dtype.itemsize
-        weights = [_normal((outputs, inputs), dtype, device) for _ in range(num_calls(num_bytes, device))]
-        x = _normal((1, inputs), dtype, device)
-        calls: list[Call] = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
-        yield Sample(f"{outputs} x {inputs}", num_bytes, 2.0 * outputs * inputs, time_us(calls, device))
+        calls: list[Call] = []
+        x = _normal((rows, inputs), dtype, device)
+        for _ in range(num_calls(num_bytes, device)):
+            layer = Linear(outputs, inputs, (), dtype=dtype, device=device)
+            layer.weight.normal_()
+            calls.append(partial(layer, x))
+        yield Sample(
+            f"{outputs} x {inputs}, {rows} rows",
+            num_bytes,
+            2.0 * rows * num_bytes / dtype.itemsize,
+            time_us(calls, device),
+        )
 
 
 def attention_samples(

@@ -21,13 +21,17 @@ import yaml
 from helix.errors import ConfigError
 
 Op: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-KernelKind: TypeAlias = Literal["linear", "attention", "latent_attention", "experts", "small"]
+KernelKind: TypeAlias = Literal[
+    "linear", "few_linear", "attention", "latent_attention", "experts", "few_experts", "small"
+]
 Transport: TypeAlias = Literal["collective", "symmetric"]
 
 OPS: Final[tuple[Op, ...]] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _DIRECTORY: Final = Path(__file__).parent / "hardware_cards"
 # Unit of a rate in a card -> factor to bytes (or operations) per microsecond.
 _UNITS: Final[Mapping[str, float]] = {"tb_s": 1e6, "gb_s": 1e3, "tflops": 1e6}
+# Kinds for steps of very few tokens, which have kernels of their own; a card without them prices them as the others.
+_USUAL: Final[Mapping[KernelKind, KernelKind]] = {"few_linear": "linear", "few_experts": "experts"}
 # Wider formats that can stand in for one a device has no products of.
 _WIDER: Final[Mapping[str, str]] = {
     "float4": "float8",
@@ -93,7 +97,8 @@ class Hardware:
     """One kind of device and how it is linked. `products` holds dense matrix rates by format name.
 
     `chunks_share_latency` says that the chunks of an exchange pay its fixed latency once together, not once each. No
-    real library does; the figures of the Helix paper assume it.
+    real library does; the figures of the Helix paper assume it. `small_launches`, by part of a layer, is given where
+    the kernels are those of another engine, which fuses less or more.
     """
 
     name: str
@@ -112,7 +117,12 @@ class Hardware:
     layer_us: float = 0.0
     step_us: float = 0.0
     chunks_share_latency: bool = False
+    small_launches: Mapping[str, int] = field(default_factory=dict)
     device_names: tuple[str, ...] = ()
+
+    def kernel(self, kind: KernelKind) -> Kernel:
+        """Cost of a launch of `kind`."""
+        return self.kernels[kind] if kind in self.kernels else self.kernels[_USUAL[kind]]
 
     def product_rate(self, number_format: str) -> float:
         """Achieved operations per microsecond in `number_format`, or in the next wider one the device has."""
@@ -288,6 +298,7 @@ def _hardware(card: Mapping[str, Any]) -> Hardware:
         layer_us=float(card.get("layer_us", 0.0)),
         step_us=float(card["step_us"]),
         chunks_share_latency=bool(card.get("chunks_share_latency", False)),
+        small_launches={str(name): int(count) for name, count in card.get("small_launches", {}).items()},
         device_names=tuple(card.get("device_names", ())),
     )
 

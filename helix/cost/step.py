@@ -170,12 +170,15 @@ class _Price:
 
     def split(self, item: Work) -> tuple[float, float, float]:
         """Fixed time of a kernel, time of its reads, and what its arithmetic takes beyond them."""
-        kernel = self.hardware.kernels[item.kind]
+        kernel = self.hardware.kernel(item.kind)
         read = item.num_bytes / (self.hardware.memory.value * kernel.bandwidth)
         multiply = 0.0
         if item.flops:
             multiply = item.flops / (self.hardware.product_rate(item.product_format) * kernel.products)
-        return item.launches * kernel.fixed_us, read, max(multiply - read, 0.0)
+        launches = item.launches
+        if item.kind == "small":
+            launches = self.hardware.small_launches.get(item.name, launches)
+        return launches * kernel.fixed_us, read, max(multiply - read, 0.0)
 
     def messages(self, items: Iterable[Message], count: int) -> None:
         for item in items:

@@ -22,13 +22,16 @@ from helix.cost.weights import (
 from helix.layout import PageRule, Slice, attention_shard, padded_slice, uneven_slice
 from helix.model_spec import ModelSpec, MoESpec
 
-# Launches besides products and attention, as the layers are written: norm, rotary and append; norms of the latents;
-# activation; top-k, sort, permutation and weighted sum of the experts; packing and merging of the exchange.
-_ATTENTION_LAUNCHES = 4
-_LATENT_LAUNCHES = 6
+# Launches besides products, attention and experts, in a step of a few tokens. GQA: the norm; rotary, the heads' norms
+# and the append together. MLA: the norm; the latents' norm, rotary and append together; the norm of a query latent.
+# MLP: the norm; the activation. Experts: the norm; the choice; a shared expert's activation. Exchange: pack; merge.
+_ATTENTION_LAUNCHES = 2
 _MLP_LAUNCHES = 2
-_MOE_LAUNCHES = 6
+_MOE_LAUNCHES = 2
 _EXCHANGE_LAUNCHES = 2
+# Rows up to which a product, and tokens up to which the experts, have a kernel of their own (`helix.kernels`).
+FEW_ROWS = 2
+FEW_EXPERT_TOKENS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,10 @@ def attention_work(spec: ModelSpec, placement: Placement, formats: Formats, work
     tokens = local_sequences(placement, workload)
     matrices = attention_matrices(spec, placement.layout, placement.choices)
     products = [_product(name, values, tokens, formats) for name, values in matrices.items()]
-    small = _LATENT_LAUNCHES if spec.mla else _ATTENTION_LAUNCHES + spec.qk_norm
-    return [*products, attention_read(spec, placement, formats, workload), _small("attention", small)]
+    small = _small("attention", _ATTENTION_LAUNCHES)
+    if spec.mla:
+        small = _small("latent attention", _ATTENTION_LAUNCHES + (spec.mla.q_lora_rank is not None))
+    return [*products, attention_read(spec, placement, formats, workload), small]
 
 
 def attention_read(spec: ModelSpec, placement: Placement, formats: Formats, workload: Workload) -> Work:
@@ -111,7 +116,7 @@ def ffn_work(
     rows = tokens * moe.experts_per_token / layout.ep
     routed = Work(
         "experts",
-        "experts",
+        "few_experts" if tokens <= FEW_EXPERT_TOKENS else "experts",
         "weights",
         hit * expert * formats.weight_bytes,
         2.0 * max(rows, hit) * expert,
@@ -120,7 +125,12 @@ def ffn_work(
     gate = moe.num_experts * spec.hidden_size
     gate_tokens = tokens if placement.choices.dispatch == "local" else -(-tokens // layout.ep)
     router = Work(
-        "router", "linear", "weights", gate * formats.activation_bytes, 2.0 * gate_tokens * gate, formats.activations
+        "router",
+        _linear_kind(gate_tokens),
+        "weights",
+        gate * formats.activation_bytes,
+        2.0 * gate_tokens * gate,
+        formats.activations,
     )
     work = [router, routed, _small("experts", _MOE_LAUNCHES)]
     if moe.shared_width:
@@ -135,12 +145,17 @@ def head_work(spec: ModelSpec, placement: Placement, formats: Formats, workload:
     tokens = step_tokens(placement, workload)
     values = padded_slice(spec.vocab_size, placement.stage_ranks, 0).padded * spec.hidden_size
     bytes_ = values * formats.activation_bytes
-    head = Work("head", "linear", "weights", bytes_, 2.0 * tokens * values, formats.activations)
+    head = Work("head", _linear_kind(tokens), "weights", bytes_, 2.0 * tokens * values, formats.activations)
     return [head, _small("embedding and head", 4)]
 
 
 def _product(name: str, values: int, tokens: int, formats: Formats) -> Work:
-    return Work(name, "linear", "weights", values * formats.weight_bytes, 2.0 * tokens * values, formats.products)
+    num_bytes = values * formats.weight_bytes
+    return Work(name, _linear_kind(tokens), "weights", num_bytes, 2.0 * tokens * values, formats.products)
+
+
+def _linear_kind(rows: int) -> KernelKind:
+    return "few_linear" if rows <= FEW_ROWS else "linear"
 
 
 def _small(name: str, launches: int) -> Work:
