@@ -112,7 +112,7 @@ class Hardware:
     internode: Rate
     internode_us: float
     collectives: Mapping[Op, CollectiveCurve]
-    kernels: Mapping[KernelKind, Kernel]
+    kernels: Mapping[str, Kernel]
     symmetric: Mapping[Op, CollectiveCurve] = field(default_factory=dict)
     layer_us: float = 0.0
     step_us: float = 0.0
@@ -120,9 +120,14 @@ class Hardware:
     small_launches: Mapping[str, int] = field(default_factory=dict)
     device_names: tuple[str, ...] = ()
 
-    def kernel(self, kind: KernelKind) -> Kernel:
-        """Cost of a launch of `kind`."""
-        return self.kernels[kind] if kind in self.kernels else self.kernels[_USUAL[kind]]
+    def kernel(self, kind: KernelKind, number_format: str = "bfloat16") -> Kernel:
+        """Cost of a launch of `kind` on weights in `number_format`: of the nearest entry that the card has.
+
+        A card may hold ``linear_float8`` beside ``linear``, where kernels for that format differ in more than bytes.
+        """
+        usual = _USUAL.get(kind, kind)
+        names = (f"{kind}_{number_format}", f"{usual}_{number_format}", kind, usual)
+        return next(self.kernels[name] for name in names if name in self.kernels)
 
     def product_rate(self, number_format: str) -> float:
         """Achieved operations per microsecond in `number_format`, or in the next wider one the device has."""

@@ -170,7 +170,7 @@ class _Price:
 
     def split(self, item: Work) -> tuple[float, float, float]:
         """Fixed time of a kernel, time of its reads, and what its arithmetic takes beyond them."""
-        kernel = self.hardware.kernel(item.kind)
+        kernel = self.hardware.kernel(item.kind, item.product_format)
         read = item.num_bytes / (self.hardware.memory.value * kernel.bandwidth)
         multiply = 0.0
         if item.flops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from helix.cost.choices import VALUE_BYTES, Formats, make_formats
 from helix.cost.hardware import (
     OPS,
+    Kernel,
     Span,
     group_span,
     hardware_names,
@@ -72,6 +74,16 @@ def test_measured_collectives_of_h200() -> None:
     # 100 MB beyond the last point go at the link's bandwidth.
     far = card.collective_us("all_reduce", 1049e3 + 1e8, span)
     assert far == pytest.approx(18.9 + 1e8 / card.link.value)
+
+
+def test_kernels_of_a_format_or_of_few_rows_are_the_nearest_there_is() -> None:
+    card = load_hardware("h200-sxm")
+    own = replace(card, kernels={**card.kernels, "linear_float8": Kernel(9.0, bandwidth=0.5)})
+    assert own.kernel("linear", "float8").fixed_us == own.kernel("few_linear", "float8").fixed_us == 9.0
+    assert own.kernel("linear", "bfloat16") == own.kernel("linear", "nvfp4") == card.kernels["linear"]
+    without = replace(card, kernels={name: one for name, one in card.kernels.items() if not name.startswith("few")})
+    assert without.kernel("few_experts") == card.kernels["experts"]
+    assert card.kernel("few_experts") == card.kernels["few_experts"]
 
 
 def test_node_borders_cost() -> None:
