@@ -12,6 +12,8 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Collect = Literal["tokens", "all_logits"]
+Choice = Literal["best", "drawn", "ranked", "host"]
+"""Where and how tokens are chosen: on the device the best one, drawn from all, or drawn after ranking; or on the host."""
 
 PLACES = 256
 """Places in the order of arrival that one step of `priority` is worth. So at most so many later requests pass another
@@ -42,11 +44,16 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     collect: Collect = "tokens"
+    choice: Choice = "host"
     priority: int = 0
 
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     """How many of the tokens have their KV in the cache."""
+    num_pending: int = 0
+    """Output tokens that a launched step gives and the host has not read yet."""
+    is_undecided: bool = False
+    """Whether the device could not choose the next token, so that the host has to."""
     rows: list[int] = field(default_factory=list)
     """Page rows in the order of the sequence."""
     num_published: int = 0
@@ -63,12 +70,22 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
-        return len(self.prompt_ids) + len(self.output_ids)
+        """Tokens of prompt and output, a pending one included."""
+        return len(self.prompt_ids) + self.num_outputs
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens, a pending one included."""
+        return len(self.output_ids) + self.num_pending
+
+    @property
+    def next_choice(self) -> Choice:
+        """How the token after all these is chosen. Fewer than `min_tokens`: stop tokens are masked, on the host."""
+        return "host" if self.is_undecided or self.num_outputs < self.min_tokens else self.choice
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that are known but not computed yet."""
+        """Tokens that are not computed yet."""
         return self.num_tokens - self.num_computed
 
     @property
@@ -93,7 +110,7 @@ class Request:
         return self._row_keys[index]
 
     def token_slice(self, start: int, stop: int) -> list[int]:
-        """Tokens ``[start, stop)`` of prompt + output; copies only these."""
+        """Tokens ``[start, stop)`` of prompt + output, without a pending one; copies only these."""
         num_prompt = len(self.prompt_ids)
         if stop <= num_prompt:
             return self.prompt_ids[start:stop]

@@ -1,7 +1,8 @@
 """Which tokens of which requests are computed in the next step, and which page rows hold them.
 
 Pure Python and deterministic: every rank owns a `Scheduler`, makes the same calls on it and so gets the same plan and
-the same page rows, without a message. One step is ``plan() -> model -> sample -> commit(tokens)``.
+the same page rows, without a message. One step is ``plan() -> model -> sample -> commit(tokens)``, or, where the next step is planned before this
+one's tokens are known, ``plan() -> book() -> ... -> commit(tokens)``: see `Scheduler.book`.
 
 Requests are served in the order of `Request.order`: by arrival, where each step of `priority` counts as a number of
 places, so that none waits for ever. "Ahead" and "behind" below mean this order.
@@ -21,8 +22,9 @@ places, so that none waits for ever. "Ahead" and "behind" below mean this order.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from helix.cache.prefix import RowCache
@@ -32,6 +34,8 @@ from helix.layout import PageRule
 
 NOT_FINITE = -1
 """What the sampler returns in place of a token for a row of logits that holds NaN or inf."""
+UNDECIDED = -2
+"""What the device returns in place of a token where choosing it takes more than the device's own sampler can do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,14 @@ class StepItem:
 
     @property
     def token_ids(self) -> list[int]:
+        """The tokens that are fed, without a pending one."""
         return self.request.token_slice(self.start, self.start + self.count)
+
+    @property
+    def feeds_pending(self) -> bool:
+        """Whether the last token that is fed is still on the device."""
+        request = self.request
+        return self.start + self.count > len(request.prompt_ids) + len(request.output_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,14 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(item.count for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Booked:
+    """A launched step, and the requests in it that went back behind it since."""
+
+    plan: StepPlan
+    rolled_back: set[Request] = field(default_factory=set)
 
 
 class Scheduler:
@@ -102,6 +121,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # last to first, so that starting one is a pop() from the end
         self._num_added = 0
         self._planned: StepPlan | None = None
+        self._booked: deque[_Booked] = deque()  # oldest first
 
     @property
     def has_work(self) -> bool:
@@ -181,9 +201,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, None where there is nothing to do. Costs O(running + newly started), however many wait.
 
-        A plan that was not committed is forgotten: nothing of it counts as computed.
+        A plan that was neither booked nor committed is forgotten: nothing of it counts as computed.
         """
-        num_decodes = sum(not request.is_prefilling for request in self._running)
+        num_decodes = sum(not (request.is_prefilling or self._will_end(request)) for request in self._running)
         budget = max(self.prefill_chunk - num_decodes, 1)
         decodes: list[StepItem] = []
         prefills: list[StepItem] = []
@@ -191,6 +211,8 @@ class Scheduler:
         while index < len(self._running):  # preemption shortens the list behind `index`
             request = self._running[index]
             index += 1
+            if self._will_end(request):
+                continue
             is_prefilling = request.is_prefilling
             count = self._reserve(request, min(request.num_remaining, budget) if is_prefilling else 1)
             if not count:
@@ -206,39 +228,86 @@ class Scheduler:
         self._planned = StepPlan(items) if items else None
         return self._planned
 
-    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
-        """Book the step `plan` as computed and return the requests that it finished.
+    def book(self, plan: StepPlan) -> None:
+        """The step `plan` is launched: what it feeds counts as computed, and each token that it samples as pending.
 
-        `tokens` has one entry for each item that samples, in plan order; `NOT_FINITE` ends that request alone with
-        reason "error". Items of requests that were cancelled or failed since `plan()` are skipped. Raises ValueError
-        where `plan` is not the latest one, was committed before, or `tokens` has another length.
+        The next step can then be planned before this one is committed. It feeds the pending tokens, whatever they are,
+        and leaves out requests that end with them. Raises ValueError where `plan` is not the latest one.
         """
         if plan is not self._planned:
-            raise ValueError("commit takes the latest plan, and takes it once")
+            raise ValueError("only the latest plan is booked, and only once")
+        self._planned = None
+        self._booked.append(_Booked(plan))
+        for item in plan.items:
+            item.request.num_computed = item.start + item.count
+            item.request.num_pending += item.samples
+
+    def is_live(self, plan: StepPlan, item: StepItem) -> bool:
+        """Whether `item` of the booked `plan` still counts: its request is unfinished and was not set back since."""
+        booked = next(one for one in self._booked if one.plan is plan)
+        return not item.request.is_finished and item.request not in booked.rolled_back
+
+    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
+        """Take the tokens of the step `plan` (booked now, if it was not) and return the requests that it finished.
+
+        `tokens` has one entry for each item that samples, in plan order; `NOT_FINITE` ends that request alone with
+        reason "error", and `UNDECIDED` sets it back by one token, which it then feeds again. Items of requests that
+        were cancelled, failed or set back since `plan()` are skipped. Raises ValueError where `plan` is neither the
+        oldest booked one nor the latest, was committed before, or `tokens` has another length.
+        """
         num_samples = sum(item.samples for item in plan.items)
         if len(tokens) != num_samples:
             raise ValueError(f"commit got {len(tokens)} tokens, but the plan samples {num_samples}")
-        self._planned = None
+        if not self._booked and plan is self._planned:
+            self.book(plan)
+        if not self._booked or plan is not self._booked[0].plan:
+            raise ValueError("commit takes the latest plan, or the oldest booked one, and takes it once")
         sampled = iter(tokens)
         finished: list[Request] = []
         for item in plan.items:
             token = next(sampled) if item.samples else None
-            request = item.request
-            if request.is_finished:
-                continue
-            request.num_computed = item.start + item.count
-            self._publish(request, request.num_computed)
-            if token == NOT_FINITE:
-                self.fail(request.request_id, f"the logits at position {request.num_computed - 1} are not finite")
-            else:
-                if token is not None:
-                    request.output_ids.append(token)
-                reason = _finish_reason(request, self._max_len)
-                if reason is not None:
-                    self._end(request.request_id, reason, None)
-            if request.is_finished:
-                finished.append(request)
+            if self.is_live(plan, item):
+                self._take_token(item, token)
+                if item.request.is_finished:
+                    finished.append(item.request)
+        self._booked.popleft()
         return finished
+
+    def _take_token(self, item: StepItem, token: int | None) -> None:
+        """Book what a step gave for one of its items; None where it sampled nothing."""
+        request = item.request
+        if token is not None:
+            request.num_pending -= 1
+            request.is_undecided = token == UNDECIDED
+        if token == UNDECIDED:
+            self._set_back(item)
+            return
+        # Less where the request was preempted since; what is launched is written before anyone who finds the row reads.
+        self._publish(request, min(request.num_computed, item.start + item.count))
+        if token == NOT_FINITE:
+            self.fail(request.request_id, f"the logits at position {item.start + item.count - 1} are not finite")
+        else:
+            if token is not None:
+                request.output_ids.append(token)
+            reason = _finish_reason(item, token, self._max_len)
+            if reason is not None:
+                self._end(request.request_id, reason, None)
+
+    def _set_back(self, item: StepItem) -> None:
+        """Feed the last token of `item` again; steps that were launched since do not count for its request."""
+        request = item.request
+        request.num_pending = 0
+        # A request that was preempted since is further back anyway.
+        request.num_computed = min(request.num_computed, item.start + item.count - 1)
+        for later in list(self._booked)[1:]:
+            later.rolled_back.add(request)
+
+    def _will_end(self, request: Request) -> bool:
+        """Whether `request` ends with the step that is under way, whatever its token is: there is nothing to plan."""
+        if not request.num_remaining:
+            return True
+        is_full = request.num_outputs >= request.max_tokens or request.num_tokens >= self._max_len
+        return request.num_pending > 0 and is_full
 
     def digest(self) -> int:
         """Signed 64-bit digest of the schedule (fits an int64 tensor), equal on all ranks that agree.
@@ -273,6 +342,8 @@ class Scheduler:
         promised = num_held + sum(self._promise(request) - len(request.rows) for request in self._running)
         while self._waiting and budget > 0 and len(self._running) < self.max_batch:
             request = self._waiting[-1]
+            if self._will_end(request):  # preempted, with its last token on the way
+                break
             found = self._find_rows(request)
             promised += self._promise(request) - len(found) + self._rows.count_idle(found)
             if promised > self._rows.num_rows:
@@ -384,16 +455,15 @@ def _step_item(request: Request, count: int) -> StepItem:
     return StepItem(request=request, start=request.num_computed, count=count, samples=samples)
 
 
-def _finish_reason(request: Request, max_len: int) -> FinishReason | None:
-    """Why a request ends with the tokens it has now, None where it goes on."""
-    if not request.num_remaining:
-        return "length"  # max_tokens is 0: any other request has a new token as soon as all others are computed
-    if request.is_prefilling:
-        return None
-    num_output = len(request.output_ids)
-    if num_output >= request.min_tokens and request.output_ids[-1] in request.stop_token_ids:
+def _finish_reason(item: StepItem, token: int | None, max_len: int) -> FinishReason | None:
+    """Why the request of `item` ends with `token`, its newest one, None where it goes on. Later steps may be booked."""
+    request = item.request
+    num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
+    if token is None:
+        return "length" if not request.max_tokens and item.start + item.count == num_prompt else None
+    if token in request.stop_token_ids and num_output >= request.min_tokens:
         return "stop"
-    return "length" if num_output >= request.max_tokens or request.num_tokens >= max_len else None
+    return "length" if num_output >= request.max_tokens or num_prompt + num_output >= max_len else None
 
 
 def _check_sizes(**sizes: int) -> None:
