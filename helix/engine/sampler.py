@@ -1,9 +1,9 @@
-"""From logits to token ids: one call per step for all rows that need a token. Plain PyTorch on the logits' device.
+"""What a request asks of its tokens (`SampleRow`), and the host's way from logits to token ids (`sample`).
 
 A row's token is a function of its logits, its parameters, its seed and the number of its output tokens alone. The only
 random number is one uniform per row and step, hashed on the host; nothing is drawn from a generator, so batch mates,
-preemption, device and rank cannot shift it. Weights are summed in fp64: a parallel scan may add in any order, and its
-rounding then moves no token.
+preemption, device and rank cannot shift it. The drawing itself is `helix.engine.draw`, here as on the device; this
+module adds what needs the host: bias, penalties, grammars, log-probabilities, and nuclei of any size.
 
 Shape letters: R rows, S rows that are drawn at random, C candidates of a row, V vocabulary, T tokens.
 """
@@ -18,16 +18,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from helix.engine.draw import draw_tokens, rank
 from helix.engine.grammar import Grammar
+from helix.engine.request import Choice
 from helix.engine.sampling import SamplingParams
+from helix.engine.scheduler import UNDECIDED
 
 Alternatives = tuple[tuple[int, float], ...]
 """Token ids with their log-probabilities, best first."""
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
-_WINDOW = 1024
-"""Candidates that are ranked before all of V is: a nucleus is nearly always smaller, and ranking V is slow."""
 _BLOCK_ENTRIES = 1 << 24
 """Logits taken to fp32 at a time where log-probabilities of many tokens are asked for."""
 
@@ -48,12 +49,20 @@ class SampleRow:
     grammar: Grammar | None = None
 
     @property
-    def takes_best(self) -> bool:
-        """Whether `sample` would give the largest logit's token as it is, and nothing beside it."""
+    def choice(self) -> Choice:
+        """The simplest way of choosing that gives `sample`'s token, once there are `min_tokens` of them."""
         params = self.params
-        plain = params.temperature == 0 and params.logprobs is None and not params.logit_bias
         penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        return plain and not penalty and self.grammar is None and len(self.output_ids) >= params.min_tokens
+        if params.logprobs is not None or params.logit_bias or penalty or self.grammar is not None:
+            return "host"
+        if params.temperature == 0:
+            return "best"
+        return "ranked" if params.top_k > 0 or params.top_p < 1 else "drawn"
+
+    def numbers(self, step: int) -> tuple[float, float, float, float, float]:
+        """What draws output token number `step`: temperature, top_k, top_p, min_p and the uniform number."""
+        params = self.params
+        return params.temperature, float(params.top_k), params.top_p, params.min_p, uniform(self.seed, step)
 
     @cached_property
     def prompt_set_P(self) -> Tensor:
@@ -124,7 +133,7 @@ def token_logprobs(
         part_TV = logits_TV[start : start + block].float()
         norm_T1 = part_TV.logsumexp(dim=-1, keepdim=True)
         value_T1 = part_TV.gather(-1, ids_T[start : start + block, None]) - norm_T1
-        top_TC = _rank(part_TV, min(num_top, vocab_size))
+        top_TC = rank(part_TV, min(num_top, vocab_size))
         top_value_TC = part_TV.gather(-1, top_TC) - norm_T1
         for (value,), ids, values in zip(value_T1.tolist(), top_TC.tolist(), top_value_TC.tolist(), strict=True):
             best = zip(ids, values, strict=True)
@@ -196,79 +205,16 @@ def _penalty(row: SampleRow) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _draw(logits_SV: Tensor, best_S: Tensor, greedy_S: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Token ids [S] drawn after temperature, top-k, top-p and min-p. `best_S` and `greedy_S` are each row's maximum."""
-    vocab_size = logits_SV.shape[1]
-    device = logits_SV.device
-    shifted_SV = logits_SV.float() - best_S.float()[:, None]
-    numbers = [
-        (
-            row.params.temperature,
-            min(row.params.top_k, vocab_size) if row.params.top_k > 0 else vocab_size,
-            row.params.top_p,
-            row.params.min_p,
-            uniform(row.seed, len(row.output_ids)),
-        )
-        for row in rows
-    ]
-    numbers_S5 = torch.tensor(numbers, dtype=torch.float64, device=device)
-    temperature_S1, _, _, min_p_S1, uniform_S1 = numbers_S5.unsqueeze(1).unbind(2)
-    # The best token weighs 1, so a weight is also its share of the best one's probability, which is what min-p reads.
-    weight_SV = shifted_SV.double().div_(temperature_S1).exp_()
-    ranked = [index for index, (_, top_k, top_p, _, _) in enumerate(numbers) if top_k < vocab_size or top_p < 1]
-    most = max((int(numbers[index][1]) for index in ranked), default=0)
-    if len(ranked) == len(rows):
-        return _draw_ranked(shifted_SV, weight_SV, numbers_S5, most)
-    has_min_p = any(row.params.min_p for row in rows)
-    kept_SV = weight_SV.where(weight_SV >= min_p_S1, 0.0) if has_min_p else weight_SV
-    token_S = _pick(kept_SV, uniform_S1, greedy_S)
-    if ranked:
-        ranked_S = torch.tensor(ranked, device=device)
-        part_S = _draw_ranked(shifted_SV[ranked_S], weight_SV[ranked_S], numbers_S5[ranked_S], most)
-        token_S = token_S.index_copy(0, ranked_S, part_S)
-    return token_S
-
-
-def _draw_ranked(shifted_SV: Tensor, weight_SV: Tensor, numbers_S5: Tensor, most: int) -> Tensor:
-    """Token ids [S] of rows with top-k or top-p, for which the candidates are ranked; `most` is the largest top-k."""
-    total_S1 = weight_SV.sum(dim=-1, keepdim=True)
-    _, top_k_S1, top_p_S1, min_p_S1, uniform_S1 = numbers_S5.unsqueeze(1).unbind(2)
-    whole_S1 = top_k_S1 == weight_SV.shape[1]
-    for num_candidates in (min(most, _WINDOW), most):
-        ids_SC = _rank(shifted_SV, num_candidates)
-        place_C = torch.arange(num_candidates, device=ids_SC.device)
-        weight_SC = weight_SV.gather(-1, ids_SC).where(place_C < top_k_S1, 0.0)
-        sums_SC = weight_SC.cumsum(dim=-1)
-        mass_S1 = top_p_S1 * torch.where(whole_S1, total_S1, sums_SC[:, -1:])
-        if bool(((top_k_S1 <= num_candidates) | (whole_S1 & (sums_SC >= mass_S1)[:, -1:])).all()):
-            break
-    before_SC = torch.nn.functional.pad(sums_SC[:, :-1], (1, 0))
-    in_nucleus_SC = (before_SC < mass_S1) | (top_p_S1 >= 1)
-    kept_SC = weight_SC.where(in_nucleus_SC & (weight_SC >= min_p_S1), 0.0)
-    place_S = _pick(kept_SC, uniform_S1, torch.zeros_like(ids_SC[:, 0]))
-    return ids_SC.gather(-1, place_S[:, None])[:, 0]
-
-
-def _pick(weight_SC: Tensor, uniform_S1: Tensor, fallback_S: Tensor) -> Tensor:
-    """Places [S] drawn in proportion to the weights, by inversion of their running sum."""
-    sums_SC = weight_SC.cumsum(dim=-1)
-    place_S1 = torch.searchsorted(sums_SC, uniform_S1 * sums_SC[:, -1:], right=True)
-    place_S1 = place_S1.clamp(max=weight_SC.shape[1] - 1)
-    # The rounding of a parallel scan may land on a weight of 0, about once in 2**50 draws; that token is never legal.
-    return torch.where(weight_SC.gather(-1, place_S1)[:, 0] > 0, place_S1[:, 0], fallback_S)
-
-
-def _rank(logits_SV: Tensor, num: int) -> Tensor:
-    """Ids [S, num] of the largest fp32 logits, best first, equal ones by lowest id.
-
-    torch.topk leaves the order of equals open; keys made of the logit and the id have no equals.
-    """
-    vocab_size = logits_SV.shape[1]
-    bits_SV = (logits_SV + 0.0).view(torch.int32)
-    # Flipping the lower bits of negative floats makes integers that are ordered as the floats are.
-    ordered_SV = bits_SV ^ (bits_SV >> 31 & 0x7FFFFFFF)
-    last = vocab_size - 1
-    keys_SV = ordered_SV.long().mul_(1 << 32).add_(last - torch.arange(vocab_size, device=logits_SV.device))
-    return last - (keys_SV.topk(num, dim=-1).values & 0xFFFFFFFF)
+    """Token ids [S] drawn for rows of a temperature above 0. `best_S` and `greedy_S` are each row's maximum."""
+    numbers = [row.numbers(len(row.output_ids)) for row in rows]
+    numbers_S5 = torch.tensor(numbers, dtype=torch.float64, device=logits_SV.device)
+    ranked = any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
+    token_S = draw_tokens(logits_SV, best_S, greedy_S, numbers_S5, ranked=ranked)
+    left_L = (token_S == UNDECIDED).nonzero()[:, 0] if ranked else token_S[:0]
+    if not len(left_L):
+        return token_S
+    parts = (logits_SV[left_L], best_S[left_L], greedy_S[left_L], numbers_S5[left_L])
+    return token_S.index_copy(0, left_L, draw_tokens(*parts, ranked=True, window=logits_SV.shape[1]))
 
 
 def _row_logprobs(

@@ -74,7 +74,7 @@ def test_all_greedy_batch_is_one_reduction(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*args: object) -> None:
         raise AssertionError("not needed for a greedy batch")
 
-    for name in ("_draw", "_rank", "_penalty", "uniform"):
+    for name in ("_draw", "rank", "_penalty", "uniform"):
         monkeypatch.setattr(sampler, name, refuse)
     logits = torch.randn(5, 37)
     rows = [row(temperature=0, top_k=3, top_p=0.5) for _ in range(5)]
@@ -326,7 +326,7 @@ def test_a_bad_row_fails_alone(bad: list[float], values: dict[str, Any], words: 
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -2.0, -INF, 3e38, 1e-45]), min_size=2, max_size=9), st.integers(1, 9))
 def test_rank_is_a_stable_sort(values: list[float], num: int) -> None:
     expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
-    assert sampler._rank(torch.tensor([values]), min(num, len(values)))[0].tolist() == expected
+    assert sampler.rank(torch.tensor([values]), min(num, len(values)))[0].tolist() == expected
 
 
 def test_equal_logits_are_cut_at_exactly_k() -> None:
