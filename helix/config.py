@@ -122,6 +122,7 @@ class EngineConfig(_Section):
     ] = "auto"
     prefill_chunk: Count = 2048
     graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_name)] = "auto"
+    ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_name)] = "auto"
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     check_schedule: bool = False
     stall_timeout_s: float = Field(default=20.0, gt=0, le=28)

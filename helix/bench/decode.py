@@ -1,11 +1,11 @@
 """`helix bench decode`: the time of decode steps over batch x context x layout, on a synthetically filled cache.
 
-The engine's own steps are timed (scheduler, inputs, model, choice of tokens), each from its plan to its tokens on the
-host. No prompt is computed: pages are filled with random numbers, and the requests are booked as computed. The tokens
-that are fed back are drawn at random, not from the logits, which with random weights soon repeat themselves and would
-send all sequences to the same experts. `same_token` feeds all sequences the same one, which comes close to that: so
-figures of engines that were timed on repeated tokens have their like. How many distinct experts a layer hits is counted
-and printed.
+The engine's own steps are timed (scheduler, inputs, model, choice of tokens), from the tokens of one on the host to
+those of the next, as a user gets them. No prompt is computed: pages are filled with random numbers, and the requests
+are booked as computed. The tokens that are fed back are drawn on the device at a temperature at which all are equally
+likely, since the likely ones of random weights soon repeat themselves and would send all sequences to the same experts.
+`same_token` draws the same one for all sequences, which comes close to that: so figures of engines that were timed on
+repeated tokens have their like. How many distinct experts a layer hits is counted and printed.
 
 Beside each time: the ceiling of the device and the cost model's prediction. Several layouts are timed in one run, on
 real ranks or, with ``--one-rank-of``, as one rank's true share without its peers (see `helix.comm.stand_in`): then what
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -38,12 +39,15 @@ from helix.config import RunConfig
 from helix.engine.build import resolve_spec
 from helix.engine.core import EngineCore, StepOps, StepSinks
 from helix.engine.request import Request
+from helix.engine.sampler import uniform
 from helix.engine.scheduler import StepItem
 from helix.layers.batch import Batch
 from helix.layers.router import Router
 from helix.layout import uneven_slice
 
 _DEVICE_STEPS = 16
+# Every token weighs the same: exp(difference of logits / this) is 1.
+_HOT = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,8 @@ class Cell:
 class Timing:
     """One cell in one variant. Milliseconds a step: median and quartiles as a user sees them.
 
-    `device_ms` comes from steps that do not wait for their tokens; None on a CPU. `collectives_ms` is what the cost
+    `first_ms` is the cell's first step, in which kernels may be compiled and the step is captured. `device_ms` comes
+    from steps that do not wait for their tokens; None on a CPU. `collectives_ms` is what the cost
     model says for the collectives of a rank that was timed without its peers; 0 where they really ran. Experts are
     means over layers that have them: distinct ones that the step's tokens chose, those of them on this rank, and what
     the busiest rank reads where the choice is random. `read_bytes`, ceiling and prediction are those of this rank.
@@ -73,6 +78,7 @@ class Timing:
     mode: str
     batch: int
     context: int
+    first_ms: float
     ttl_ms: float
     low_ms: float
     high_ms: float
@@ -129,7 +135,7 @@ class DecodeTask:
 
     def run(self, world: World) -> DecodeReport:
         """Collective over `world`. Contexts may be longer than the model was made for: only the time is looked at."""
-        longest = max(cell.context for cell in self.cells) + self.warmup + self.steps + 2
+        longest = max(cell.context for cell in self.cells) + self.warmup + self.steps + 4
         max_batch = max(cell.batch for cell in self.cells)
         core, spec, layout = open_core(self.variant, world, max_batch=max_batch, longest=longest)
         pricing = Pricing.of(self.variant.config, spec, layout, core)
@@ -157,19 +163,20 @@ class DecodeTask:
     def _time(self, core: EngineCore, cell: Cell, pricing: Pricing) -> Timing | None:
         """Time one cell; None where the cache is too small."""
         count = self.warmup + self.steps
-        requests = place_requests(core, cell, count + 1, self.same_token)
+        # One step may be under way when the last one is timed, and one is planned for the device's time.
+        requests = place_requests(core, cell, count + 2, self.same_token)
         if requests is None:
             return None
         if core.world.rank == 0:
-            times = _lead_steps(core, count, self.same_token)[self.warmup :]
+            times = _lead_steps(core, cell, count, self.same_token)
         else:
             core.follow()
-            times = [0.0, 0.0]
+            times = [0.0] * count
         with torch.inference_mode():
-            device_ms = _device_ms(core)
+            device_ms = _device_ms(core, self.same_token)
             hits = _experts_hit(core)
         clear(core, requests)
-        low, median, high = statistics.quantiles(times, n=4)
+        low, median, high = statistics.quantiles(times[self.warmup :], n=4)
         price = pricing.decode(cell.batch, cell.context, None if hits is None else hits[1])
         return Timing(
             variant=self.variant.label,
@@ -178,6 +185,7 @@ class DecodeTask:
             mode=core.runner.mode,
             batch=cell.batch,
             context=cell.context,
+            first_ms=times[0],
             ttl_ms=median,
             low_ms=low,
             high_ms=high,
@@ -236,7 +244,8 @@ def place_requests(core: EngineCore, cell: Cell, num_tokens: int, same_token: bo
     scheduler = core.scheduler
     prompt = [0] * cell.context
     requests = [
-        Request(request_id=number, prompt_ids=prompt, max_tokens=num_tokens + 1) for number in range(cell.batch)
+        Request(request_id=number, prompt_ids=prompt, max_tokens=num_tokens + 1, choice="drawn")
+        for number in range(cell.batch)
     ]
     chunk, scheduler.prefill_chunk = scheduler.prefill_chunk, cell.batch * cell.context
     try:
@@ -261,44 +270,56 @@ def clear(core: EngineCore, requests: Sequence[Request]) -> None:
 
 
 def _random_tokens(core: EngineCore, source: random.Random, count: int, same_token: bool) -> list[int]:
-    vocab = core.model.head.vocab
-    # A rank without its peers has embeddings of its own part of the vocabulary only; those of others would be zero.
-    alone = core.mesh.world.size > core.world.size
-    first, last = (vocab.start, vocab.stop) if alone else (0, vocab.total)
+    first, last = _vocabulary(core)
     if same_token:
         return [source.randrange(first, last)] * count
     return [source.randrange(first, last) for _ in range(count)]
 
 
-def _lead_steps(core: EngineCore, count: int, same_token: bool) -> list[float]:
+def _vocabulary(core: EngineCore) -> tuple[int, int]:
+    """Tokens that are fed: a rank without its peers has embeddings of its own part only; those of others are zero."""
+    vocab = core.model.head.vocab
+    alone = core.mesh.world.size > core.world.size
+    return (vocab.start, vocab.stop) if alone else (0, vocab.total)
+
+
+def _numbers(core: EngineCore, item: StepItem, same_token: bool) -> tuple[float, ...]:
+    """What draws one of `_vocabulary`'s tokens, each as likely: see `helix.engine.draw`."""
+    first, last = _vocabulary(core)
+    seed = 0 if same_token else item.request.request_id
+    place = first + uniform(seed, item.request.num_outputs) * (last - first)
+    return (_HOT, 0.0, 1.0, 0.0, place / core.model.head.vocab.total)
+
+
+def _lead_steps(core: EngineCore, cell: Cell, count: int, same_token: bool) -> list[float]:
     """Milliseconds of each of `count` steps; rank 0's side. The other ranks stop following at the end."""
-    source = random.Random(0)
 
-    def draw(logits_RV: Tensor, items: Sequence[StepItem]) -> list[int]:
-        # As long as reading the tokens would take: one small copy from the device that waits for the step.
-        logits_RV[0, :1].tolist()
-        return _random_tokens(core, source, len(items), same_token)
+    def refuse(*_: object) -> list[int]:
+        raise ValueError("tokens of timed steps are drawn on the device")
 
-    sinks = StepSinks(draw, lambda *_: None, lambda _: False)
+    sinks = StepSinks(lambda item: _numbers(core, item, same_token), refuse, lambda *_: None)
     times = []
     for _ in range(count):
         start = time.perf_counter()
-        core.lead(StepOps(), sinks)
+        result = core.lead(StepOps(), sinks)
         times.append(1e3 * (time.perf_counter() - start))
+        if len(result.tokens) != cell.batch or result.finished:
+            raise ValueError(f"a step of {cell} gave {len(result.tokens)} tokens: its logits are not finite")
     core.lead(StepOps(close=True), sinks)
     return times
 
 
-def _device_ms(core: EngineCore) -> float | None:
+def _device_ms(core: EngineCore, same_token: bool) -> float | None:
     """Milliseconds of a step on the device alone: the same step again and again, its tokens not waited for."""
     plan = core.scheduler.plan()
     if plan is None or core.world.device.type != "cuda":
         return None
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    core.runner.run(plan)
+    numbers_R5 = np.array([_numbers(core, item, same_token) for item in plan.items])
+    core.runner.run(plan, "drawn", numbers_R5)
     start.record()
     for _ in range(_DEVICE_STEPS):
-        core.runner.run(plan)
+        core.runner.run(plan, "drawn", numbers_R5)
     stop.record()
     stop.synchronize()
     return float(start.elapsed_time(stop)) / _DEVICE_STEPS
@@ -311,7 +332,7 @@ def _experts_hit(core: EngineCore) -> tuple[float, float] | None:
         return None
     with _count_experts(core.model, core.mesh) as hits:
         # With a tap the step runs eagerly, and so past the hooks.
-        core.runner.run(plan, _ignore)
+        core.runner.run(plan, tap=_ignore)
     if not hits:
         return None
     return statistics.fmean(one for one, _ in hits), statistics.fmean(here for _, here in hits)
@@ -375,7 +396,7 @@ _COLUMNS = (
 
 
 def _legend(report: DecodeReport) -> Iterator[str]:
-    yield "TTL: median from plan to tokens on the host; host: share in which the device waits for the host"
+    yield "TTL: median from one step's tokens on the host to the next one's; host: share in which the device waits for it"
     if any(one.one_rank for one in report.timings):
         yield (
             "collectives: not run (one rank without its peers: local work of the same bytes, which TTL holds); their "

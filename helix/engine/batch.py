@@ -12,7 +12,10 @@ from helix.layout import PageRule
 
 
 def build_batch(plan: StepPlan, rule: PageRule, kvp_rank: int, device: torch.device) -> Batch:
-    """Lay out `plan` as tensors for the rank with this KVP coordinate."""
+    """Lay out `plan` as tensors for the rank with this KVP coordinate. A pending token is left 0.
+
+    The copies to the device are not waited for.
+    """
     counts = [item.count for item in plan.items]
     query_start = np.concatenate(([0], np.cumsum(counts)))
     table = np.zeros((len(plan.items), max(len(item.request.rows) for item in plan.items)), dtype=np.int32)
@@ -21,7 +24,8 @@ def build_batch(plan: StepPlan, rule: PageRule, kvp_rank: int, device: torch.dev
         rows = np.asarray(item.request.rows, dtype=np.int32)
         table[index, : len(rows)] = rows
         position = np.arange(item.start, item.start + item.count, dtype=np.int64)
-        ids.append(np.asarray(item.token_ids, dtype=np.int64))
+        known = item.token_ids
+        ids.append(np.array(known + [0] * (item.count - len(known)), dtype=np.int64))
         positions.append(position)
         lengths.append(np.maximum(position + 1, len(item.request.prompt_ids)))
         slots.append(_slots(position, rows, rule, kvp_rank))
@@ -29,7 +33,7 @@ def build_batch(plan: StepPlan, rule: PageRule, kvp_rank: int, device: torch.dev
     samples = [start - 1 for start, item in zip(query_start[1:], plan.items, strict=True) if item.samples]
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+        return host_tensor(values, device).to(device, non_blocking=True)
 
     return Batch(
         token_ids_T=tensor(np.concatenate(ids)),
@@ -42,6 +46,12 @@ def build_batch(plan: StepPlan, rule: PageRule, kvp_rank: int, device: torch.dev
         sample_T=tensor(np.asarray(samples, dtype=np.int64)),
         counts_S=tuple(counts),
     )
+
+
+def host_tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    """`values` on the host as a copy to `device` takes them without waiting: pinned, where it is a GPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def local_len(num_tokens: np.ndarray, rule: PageRule, kvp_rank: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from helix.comm.group import Group
 from helix.comm.mesh import Mesh, build_mesh
 from helix.comm.world import World
 from helix.config import RunConfig
+from helix.engine.ahead import plans_ahead
 from helix.engine.core import EngineCore
 from helix.engine.runner import Runner, choose_mode
 from helix.engine.scheduler import Scheduler
@@ -149,7 +150,17 @@ def build_core(
         max_batch=config.engine.max_batch,
         max_context=max_context,
     )
-    return EngineCore(world, mesh, model, rule, scheduler, cache, runner, check_schedule=config.engine.check_schedule)
+    return EngineCore(
+        world,
+        mesh,
+        model,
+        rule,
+        scheduler,
+        cache,
+        runner,
+        plans_ahead=plans_ahead(config, device),
+        check_schedule=config.engine.check_schedule,
+    )
 
 
 def page_rows(

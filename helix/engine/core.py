@@ -1,7 +1,8 @@
 """`EngineCore`: one rank's half of the engine. All ranks run the same steps on the same requests.
 
 A step on every rank: receive the new and cancelled requests (rank 0 broadcasts them) -> `Scheduler.plan` -> `Batch` ->
-model -> logits -> rank 0 samples and broadcasts the tokens -> `Scheduler.commit`. All else is computed, never sent.
+model -> logits -> tokens -> `Scheduler.commit`. Tokens are chosen on the device, by rank 0 where chance takes part, or
+by rank 0 on the host. All else is computed, never sent. `helix.engine.ahead` says how steps overlap.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 from helix.cache.pools import KVCache
 from helix.comm.mesh import Mesh
 from helix.comm.world import World
+from helix.engine.ahead import Launched, Readback, choice_of
 from helix.engine.request import Request
-from helix.engine.runner import BatchTap, Runner, StepRun
-from helix.engine.scheduler import Scheduler, StepItem, StepPlan
+from helix.engine.runner import BatchTap, Runner
+from helix.engine.scheduler import Scheduler, StepItem
 from helix.layers.decoder import Decoder
 from helix.layout import PageRule
 
@@ -60,6 +62,7 @@ def _request_to_wire(request: Request) -> dict[str, Any]:
         "stop_token_ids": sorted(request.stop_token_ids),
         "min_tokens": request.min_tokens,
         "collect": request.collect,
+        "choice": request.choice,
         "priority": request.priority,
     }
 
@@ -72,23 +75,26 @@ def _request_from_wire(fields: dict[str, Any]) -> Request:
 
 @dataclass(slots=True)
 class StepSinks:
-    """What rank 0 does with a step's results; the other ranks have none.
+    """Rank 0's part in a step; the other ranks have none.
 
-    `sample(logits [R, V], items)` gives one token id a row (-1: the row cannot be sampled). `collect(item, first,
-    logits)` receives logits of positions ``first ...`` of an item that wants all. `takes_best(items)` says that each
-    item's token is the best of its logits and nothing else is asked for: then `sample` is not called, and the logits
-    stay on the device. `tap` sees each layer's output.
+    `numbers(item)` are the five numbers that the item's token is drawn by (see `helix.engine.draw`), asked for when its
+    step is launched, where requests of choice "drawn" or "ranked" take part. `sample(logits [R, V], items)` gives one
+    token id a row (-1: the row cannot be sampled), in steps whose tokens the host chooses. `collect(item, first,
+    logits)` receives logits of positions ``first ...`` of an item that wants all. `tap` sees each layer's output.
     """
 
+    numbers: Callable[[StepItem], Sequence[float]]
     sample: Callable[[Tensor, Sequence[StepItem]], list[int]]
     collect: Callable[[StepItem, int, Tensor], None]
-    takes_best: Callable[[Sequence[StepItem]], bool]
     tap: BatchTap | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of one step, (request, token id) in plan order, and the requests that ended in it."""
+    """Tokens of one step, (request, token id) in plan order, and the requests that ended in it.
+
+    Tokens of requests that had ended before are left out.
+    """
 
     tokens: tuple[tuple[Request, int], ...] = ()
     finished: tuple[Request, ...] = ()
@@ -96,7 +102,10 @@ class StepResult:
 
 @dataclass(slots=True)
 class EngineCore:
-    """Model, cache and scheduler of one rank; see `build_core` in `helix.engine.build`."""
+    """Model, cache and scheduler of one rank; see `build_core` in `helix.engine.build`.
+
+    With `plans_ahead` one step may be under way between two calls of `lead`.
+    """
 
     world: World
     mesh: Mesh
@@ -105,16 +114,18 @@ class EngineCore:
     scheduler: Scheduler
     cache: KVCache
     runner: Runner
+    plans_ahead: bool = False
     check_schedule: bool = False
     num_steps: int = field(default=0)
+    _under_way: Launched | None = field(default=None)
 
     def lead(self, ops: StepOps, sinks: StepSinks) -> StepResult:
-        """Rank 0: tell the others `ops`, then run the step with them."""
+        """Rank 0: tell the others `ops`, launch what can be launched, and return what the oldest step gave."""
         self.world.monitor.busy()
         try:
             self.world.group.broadcast_bytes(ops.encode())
             if ops.close:
-                return StepResult()
+                return self._settle(ops, sinks)
             return self._step(ops, sinks)
         finally:
             self.world.monitor.idle()
@@ -126,6 +137,7 @@ class EngineCore:
             monitor.idle()
             ops = StepOps.decode(self.world.group.broadcast_bytes(None))
             if ops.close:
+                self._settle(ops, None)
                 return
             monitor.busy()
             self._step(ops, None)
@@ -136,34 +148,79 @@ class EngineCore:
             self.scheduler.cancel(request_id)
         for request in ops.add:
             self.scheduler.add(request)
+        self._forget_if_over()
+        step, self._under_way = self._under_way or self._launch(sinks), None
+        if step is None:
+            return StepResult()
+        if self.plans_ahead and step.tokens is not None:
+            self._under_way = self._launch(sinks)
+        result = self._finish(step, sinks)
+        self._forget_if_over()
+        return result
+
+    def _launch(self, sinks: StepSinks | None) -> Launched | None:
+        """Plan a step and give it to the device; None where there is nothing to do."""
         plan = self.scheduler.plan()
         if plan is None:
-            return StepResult()
+            return None
         if self.check_schedule:
             self._compare_schedules()
-        run = self.runner.run(plan, None if sinks is None else sinks.tap)
-        if run.hidden_TC is not None:
-            self._collect_logits(plan, run.hidden_TC, sinks)
-        tokens = self._sample(plan, run, sinks)
-        finished = self.scheduler.commit(plan, tokens)
-        self.num_steps += 1
-        sampled = [item.request for item in plan.items if item.samples]
-        return StepResult(tuple(zip(sampled, tokens, strict=True)), tuple(finished))
-
-    def _sample(self, plan: StepPlan, run: StepRun, sinks: StepSinks | None) -> list[int]:
-        tokens = torch.empty(run.best_R.shape[0], dtype=torch.int64)
-        if not len(tokens):
-            return []
+        choice, numbers_R5, tap = choice_of(plan), None, None
         if sinks is not None:
-            items = [item for item in plan.items if item.samples]
-            best = sinks.takes_best(items)
-            tokens.copy_(run.best_R if best else torch.tensor(sinks.sample(run.logits_RV, items)))
-        return [int(token) for token in self.world.group.broadcast(tokens).tolist()]
+            tap = sinks.tap
+            if choice in ("drawn", "ranked"):
+                numbers_R5 = np.array([sinks.numbers(item) for item in plan.items if item.samples], dtype=np.float64)
+        run = self.runner.run(plan, choice, numbers_R5, tap)
+        tokens = None if choice == "host" else Readback(run.token_R)
+        self.scheduler.book(plan)
+        return Launched(plan, run, tokens)
 
-    def _collect_logits(self, plan: StepPlan, hidden_TC: Tensor, sinks: StepSinks | None) -> None:
+    def _finish(self, step: Launched, sinks: StepSinks | None) -> StepResult:
+        """Wait for the tokens of a launched step and book them."""
+        tokens = self._choose_on_host(step, sinks) if step.tokens is None else step.tokens.wait()
+        sampling = [item for item in step.plan.items if item.samples]
+        given = [
+            (item.request, token)
+            for item, token in zip(sampling, tokens, strict=True)
+            if self.scheduler.is_live(step.plan, item)
+        ]
+        finished = self.scheduler.commit(step.plan, tokens)
+        self.num_steps += 1
+        return StepResult(tuple(given), tuple(finished))
+
+    def _choose_on_host(self, step: Launched, sinks: StepSinks | None) -> list[int]:
+        """Logits to those who collect them; tokens sampled by rank 0, for every rank. Rows of ended requests get 0."""
+        if step.run.hidden_TC is not None:
+            self._collect_logits(step, step.run.hidden_TC, sinks)
+        sampling = [item for item in step.plan.items if item.samples]
+        tokens = torch.zeros(len(sampling), dtype=torch.int64)
+        live = [row for row, item in enumerate(sampling) if self.scheduler.is_live(step.plan, item)]
+        if sinks is not None and live:
+            logits_RV = step.run.logits_RV if len(live) == len(sampling) else step.run.logits_RV[live]
+            tokens[live] = torch.tensor(sinks.sample(logits_RV, [sampling[row] for row in live]))
+        if live:
+            self.world.group.broadcast(tokens)
+        return [int(token) for token in tokens.tolist()]
+
+    def _forget_if_over(self) -> None:
+        """Drop a step under way whose requests have all ended: nobody waits for it."""
+        step = self._under_way
+        if step is not None and not any(self.scheduler.is_live(step.plan, item) for item in step.plan.items):
+            self.scheduler.commit(step.plan, [0] * sum(item.samples for item in step.plan.items))
+            self._under_way = None
+
+    @torch.inference_mode()
+    def _settle(self, ops: StepOps, sinks: StepSinks | None) -> StepResult:
+        """Finish what is under way, so that nothing is."""
+        for request_id in ops.cancel:
+            self.scheduler.cancel(request_id)
+        step, self._under_way = self._under_way, None
+        return StepResult() if step is None else self._finish(step, sinks)
+
+    def _collect_logits(self, step: Launched, hidden_TC: Tensor, sinks: StepSinks | None) -> None:
         first_row = 0
-        for item in plan.items:
-            if item.request.collect == "all_logits":
+        for item in step.plan.items:
+            if item.request.collect == "all_logits" and self.scheduler.is_live(step.plan, item):
                 wanted = min(item.count, len(item.request.prompt_ids) - item.start)
                 for offset in range(0, max(wanted, 0), _LOGIT_ROWS):
                     rows = slice(first_row + offset, first_row + min(offset + _LOGIT_ROWS, wanted))

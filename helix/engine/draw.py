@@ -26,7 +26,7 @@ _MAX_PARTS = 64
 _MAX_SUMS = 256
 
 
-def choose_tokens(logits_RV: Tensor, numbers_R5: Tensor, choice: Choice) -> Tensor:
+def choose_tokens(logits_RV: Tensor, numbers_R5: Tensor | None, choice: Choice) -> Tensor:
     """int64 [R]: a token for each row; `NOT_FINITE` where its best logit is NaN or inf.
 
     With `choice` "drawn" rows of a temperature above 0 are drawn (without top-k and top-p), with "ranked" by all their
@@ -34,9 +34,9 @@ def choose_tokens(logits_RV: Tensor, numbers_R5: Tensor, choice: Choice) -> Tens
     """
     best_R, token_R = _best(logits_RV)
     token_R = torch.where(best_R.isfinite(), token_R, NOT_FINITE)
-    if choice not in ("drawn", "ranked"):
+    if numbers_R5 is None or choice not in ("drawn", "ranked"):
         return token_R
-    drawn_R = draw_tokens(logits_RV, best_R, token_R, numbers_R5, ranked=choice == "ranked")
+    drawn_R = draw_tokens(logits_RV, best_R, token_R, numbers_R5, ranked=choice == "ranked", window=WINDOW)
     return torch.where((numbers_R5[:, 0] > 0) & (token_R >= 0), drawn_R, token_R)
 
 
@@ -65,10 +65,11 @@ def draw_tokens(
     numbers_R5: Tensor,
     *,
     ranked: bool,
-    window: int = WINDOW,
+    window: int,
 ) -> Tensor:
-    """int64 [R]: a token drawn for each row after temperature, top-k, top-p and min-p; `UNDECIDED` as above.
+    """int64 [R]: a token drawn for each row after temperature, top-k, top-p and min-p.
 
+    `UNDECIDED` where the nucleus of a row is not among its `window` largest logits; never with a window of all of V.
     `best_R` and `greedy_R` are each row's largest logit and its id. `numbers_R5` is fp64; a top_k below 1 is off.
     Without `ranked` no row may have a top-k or a top-p.
     """

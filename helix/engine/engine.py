@@ -164,7 +164,7 @@ class Engine:
             self._closed = True
             self._ended.set()
             if self._failure is None:
-                self._core.lead(StepOps(close=True), self._sinks())
+                self._core.lead(StepOps(cancel=self._take_cancelled(), close=True), self._sinks())
                 self._core.world.close()
                 self._ranks.wait()
             else:
@@ -331,6 +331,7 @@ class Engine:
         seed = params.seed if params.seed is not None else self.config.engine.seed + request_id
         grammar = None if params.json_schema is None else self._grammars.compile(params.json_schema)
         row = SampleRow(params, request.prompt_ids, request.output_ids, seed, self.eos_token_ids, grammar)
+        request.choice = row.choice
         return Generation(request, params, row, TextStream(self.tokenizer, params), keep_logits=logits_only)
 
     def submit(self, generations: Iterable[Generation]) -> None:
@@ -434,10 +435,10 @@ class Engine:
         def collect(item: StepItem, first: int, logits_RV: Tensor) -> None:
             self._generations[item.request.request_id].add_logits(first, logits_RV)
 
-        def takes_best(items: Sequence[StepItem]) -> bool:
-            return all(self._generations[item.request.request_id].row.takes_best for item in items)
+        def numbers(item: StepItem) -> Sequence[float]:
+            return self._generations[item.request.request_id].row.numbers(item.request.num_outputs)
 
-        return StepSinks(draw, collect, takes_best, self._tap)
+        return StepSinks(numbers, draw, collect, self._tap)
 
 
 class Stream(Iterator[Piece]):

@@ -13,7 +13,7 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Collect = Literal["tokens", "all_logits"]
 Choice = Literal["best", "drawn", "ranked", "host"]
-"""Where and how tokens are chosen: on the device the best one, drawn from all, or drawn after ranking; or on the host."""
+"""How tokens are chosen: the best one, drawn from all, or drawn after ranking, on the device; or on the host."""
 
 PLACES = 256
 """Places in the order of arrival that one step of `priority` is worth. So at most so many later requests pass another

@@ -5,18 +5,20 @@ Three ways, same results:
 * `eager`: every step gets tensors of its own (`build_batch`). Prefill and everything else that is no plain decode
   step always runs so.
 * `static`: decode steps run from static inputs, padded to the next bucket (1, 2, 4, ... `max_batch`).
-* `graph`: the same, and the step of each bucket, from the embedding to the greedy choice of tokens, is captured when
-  it is first needed; from then on one launch replays it. Nothing in such a step depends on the host: lengths are read
-  on the device, and the buffers are owned here.
+* `graph`: the same, and the step of each bucket, from the embedding to the choice of tokens, is captured when it is
+  first needed; from then on one launch replays it. Nothing in such a step depends on the host: lengths are read on the
+  device, and the buffers are owned here.
+
+In all three the tokens stay on the device as the next step's inputs, so that it can be launched before they are read.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +26,11 @@ from helix.cache.pools import KVCache
 from helix.comm.mesh import Mesh
 from helix.comm.world import World
 from helix.config import RunConfig
-from helix.engine.batch import build_batch
+from helix.engine.batch import build_batch, host_tensor
+from helix.engine.draw import choose_tokens
 from helix.engine.inputs import StaticInputs
-from helix.engine.scheduler import NOT_FINITE, StepPlan
+from helix.engine.request import Choice
+from helix.engine.scheduler import StepPlan
 from helix.errors import ConfigError
 from helix.layers.batch import Batch
 from helix.layers.decoder import Decoder
@@ -39,20 +43,20 @@ BatchTap: TypeAlias = Callable[[Batch, int, Tensor], None]
 
 # Time in which a graph's first run may compile its kernels before the rank counts as stalled.
 _CAPTURE_LIMIT_S = 300.0
-# Parts that the vocabulary is searched in, where it divides.
-_MAX_PARTS = 64
+# Rank 0 alone knows what such rows are drawn by; the others receive its tokens.
+_DRAWN = ("drawn", "ranked")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """What a step gave: fp32 `logits_RV` of the R rows that sample, and the best token of each.
+    """What a step gave: fp32 `logits_RV` of the R rows that sample, and the token chosen for each (int64 `token_R`).
 
-    `best_R` is `NOT_FINITE` for a row whose best logit is not finite. `hidden_TC` is None for a decode step from static
-    inputs, whose results are valid until the next step.
+    A token may be one of the scheduler's marks, `NOT_FINITE` or `UNDECIDED`. `hidden_TC` is None for a decode step from
+    static inputs. The tokens, and then the logits too, are valid until the next step.
     """
 
     logits_RV: Tensor
-    best_R: Tensor
+    token_R: Tensor
     hidden_TC: Tensor | None = None
 
 
@@ -84,25 +88,47 @@ class Runner:
         self.world = world
         self.mode: Mode = mode
         self.buckets = batch_buckets(max_batch)
+        # The last step's tokens, and which row is whose, by request id.
+        self._chosen_B = torch.zeros(max_batch, dtype=torch.int64, device=mesh.device)
+        self._chosen: dict[int, int] = {}
         self._inputs: StaticInputs | None = None
         if mode != "eager":
             max_rows = min(rule.rows_for(max_context), cache.num_rows)
             self._inputs = StaticInputs(max_batch, max_rows, rule, mesh.coords.kvp_rank, mesh.device)
-        self._graphs: dict[int, _Captured] = {}
+            self._chosen_B = self._inputs.chosen_B
+        self._graphs: dict[tuple[int, Choice], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
 
-    def run(self, plan: StepPlan, tap: BatchTap | None = None) -> StepRun:
-        """Run `plan`; `tap` sees each layer's output."""
-        if self._inputs is None or tap is not None or not is_decode(plan, self.buckets[-1]):
-            return self._run_eagerly(plan, tap)
-        num_rows = len(plan.items)
-        bucket = next(size for size in self.buckets if size >= num_rows)
-        self._inputs.write(plan.items)
-        result = self._replay(bucket) if self.mode == "graph" else self._decode(self._inputs.batch(bucket))
-        return StepRun(result.logits_RV[:num_rows], result.best_R[:num_rows])
+    def run(
+        self,
+        plan: StepPlan,
+        choice: Choice = "best",
+        numbers_R5: np.ndarray | None = None,
+        tap: BatchTap | None = None,
+    ) -> StepRun:
+        """Launch `plan`, whose pending tokens the last `run` gave; nothing on the device is waited for.
 
-    def _run_eagerly(self, plan: StepPlan, tap: BatchTap | None) -> StepRun:
+        Tokens are chosen as the plan's `choice` says, the same on every rank ("host" gives the best ones here); rank 0
+        passes the `numbers_R5` that the rows are drawn by. `tap` sees each layer's output.
+        """
+        choice = "best" if choice == "host" else choice
+        if self._inputs is None or tap is not None or not is_decode(plan, self.buckets[-1]):
+            result = self._run_eagerly(plan, choice, numbers_R5, tap)
+        else:
+            num_rows = len(plan.items)
+            bucket = next(size for size in self.buckets if size >= num_rows)
+            self._inputs.write(plan.items, self._chosen, numbers_R5)
+            run = self._replay(bucket, choice) if self.mode == "graph" else self._decode(bucket, choice)
+            result = StepRun(run.logits_RV[:num_rows], run.token_R[:num_rows])
+        sampled = (item.request.request_id for item in plan.items if item.samples)
+        self._chosen = {request_id: row for row, request_id in enumerate(sampled)}
+        return result
+
+    def _run_eagerly(
+        self, plan: StepPlan, choice: Choice, numbers_R5: np.ndarray | None, tap: BatchTap | None
+    ) -> StepRun:
         batch = build_batch(plan, self.rule, self.mesh.coords.kvp_rank, self.mesh.device)
+        self._feed_pending(plan, batch)
         layer_tap = None if tap is None else lambda index, x_TC: tap(batch, index, x_TC)
         with self.mesh.kvp.clock.step(self.mesh.device):
             hidden_TC = self.model(batch, self.cache, layer_tap)
@@ -110,33 +136,55 @@ class Runner:
             nothing = hidden_TC.new_empty(0, 0, dtype=torch.float32)
             return StepRun(nothing, batch.sample_T, hidden_TC)
         logits_RV = self.model.logits(hidden_TC[batch.sample_T])
-        return StepRun(logits_RV, best_tokens(logits_RV), hidden_TC)
+        numbers = None if numbers_R5 is None else self._to_device(numbers_R5)
+        return StepRun(logits_RV, self._choose(logits_RV, numbers, choice), hidden_TC)
 
-    def _decode(self, batch: Batch) -> StepRun:
-        logits_RV = self.model.logits(self.model(batch, self.cache))
-        return StepRun(logits_RV, best_tokens(logits_RV))
+    def _feed_pending(self, plan: StepPlan, batch: Batch) -> None:
+        """Put the tokens that the last step chose into `batch`."""
+        stops = np.cumsum([item.count for item in plan.items])
+        pending = [index for index, item in enumerate(plan.items) if item.feeds_pending]
+        if pending:
+            rows = [self._chosen[plan.items[index].request.request_id] for index in pending]
+            at_2P = self._to_device(np.stack([stops[pending] - 1, np.array(rows)]))
+            batch.token_ids_T.index_copy_(0, at_2P[0], self._chosen_B[at_2P[1]])
 
-    def _replay(self, bucket: int) -> StepRun:
-        captured = self._graphs.get(bucket)
+    def _decode(self, bucket: int, choice: Choice) -> StepRun:
+        inputs = self._inputs_or_fail()
+        logits_RV = self.model.logits(self.model(inputs.batch(bucket), self.cache))
+        return StepRun(logits_RV, self._choose(logits_RV, inputs.numbers_R5(bucket), choice))
+
+    def _choose(self, logits_RV: Tensor, numbers_R5: Tensor | None, choice: Choice) -> Tensor:
+        """The tokens, in `_chosen_B`. The best ones need no message: every rank has the same logits."""
+        token_R = self._chosen_B[: logits_RV.shape[0]]
+        if choice not in _DRAWN or self.mesh.world.index == 0:
+            token_R.copy_(choose_tokens(logits_RV, numbers_R5, choice))
+        return self.mesh.world.broadcast(token_R) if choice in _DRAWN else token_R
+
+    def _replay(self, bucket: int, choice: Choice) -> StepRun:
+        captured = self._graphs.get((bucket, choice))
         if captured is None:
-            captured = self._graphs[bucket] = self._capture(bucket)
+            captured = self._graphs[bucket, choice] = self._capture(bucket, choice)
         captured.graph.replay()
         return captured.result
 
-    def _capture(self, bucket: int) -> _Captured:
+    def _capture(self, bucket: int, choice: Choice) -> _Captured:
         """Capture the step of `bucket` rows. It first runs once as it is: a step that runs twice stores the same."""
-        batch = (self._inputs_or_fail()).batch(bucket)
         with self.world.monitor.long_operation(f"capturing a step of {bucket} sequences", _CAPTURE_LIMIT_S):
             # Compiles the kernels, and lets libraries make their handles, outside of the graph.
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
-                self._decode(batch)
+                chosen_B = self._chosen_B.clone()
+                self._decode(bucket, choice)
+                self._chosen_B.copy_(chosen_B)
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = self._decode(batch)
+                result = self._decode(bucket, choice)
         return _Captured(graph, result)
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return host_tensor(values, self.mesh.device).to(self.mesh.device, non_blocking=True)
 
     def _inputs_or_fail(self) -> StaticInputs:
         if self._inputs is None:
@@ -154,19 +202,6 @@ def is_decode(plan: StepPlan, max_batch: int) -> bool:
     """Whether every item of `plan` feeds one token, samples, and wants nothing but the next token."""
     plain = all(item.count == 1 and item.samples and item.request.collect == "tokens" for item in plan.items)
     return plain and len(plan.items) <= max_batch
-
-
-def best_tokens(logits_RV: Tensor) -> Tensor:
-    """int64 [R]: id of each row's largest logit, the lowest id among equals; `NOT_FINITE` where that is NaN or inf.
-
-    The vocabulary is searched in equal parts side by side: on a GPU one row alone would occupy one multiprocessor.
-    """
-    vocab = logits_RV.shape[1]
-    parts = math.gcd(vocab, _MAX_PARTS)
-    best_RP, place_RP = logits_RV.unflatten(1, (parts, -1)).max(dim=-1)
-    best_R, part_R = best_RP.max(dim=-1)
-    token_R = part_R * (vocab // parts) + place_RP.gather(1, part_R.unsqueeze(1)).squeeze(1)
-    return torch.where(best_R.isfinite(), token_R, NOT_FINITE)
 
 
 def choose_mode(config: RunConfig, spec: ModelSpec, world: World, dtype: torch.dtype) -> Mode:

@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from helix.engine.draw import draw_tokens, rank
+from helix.engine.draw import WINDOW, draw_tokens, rank
 from helix.engine.grammar import Grammar
 from helix.engine.request import Choice
 from helix.engine.sampling import SamplingParams
@@ -209,7 +209,7 @@ def _draw(logits_SV: Tensor, best_S: Tensor, greedy_S: Tensor, rows: Sequence[Sa
     numbers = [row.numbers(len(row.output_ids)) for row in rows]
     numbers_S5 = torch.tensor(numbers, dtype=torch.float64, device=logits_SV.device)
     ranked = any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
-    token_S = draw_tokens(logits_SV, best_S, greedy_S, numbers_S5, ranked=ranked)
+    token_S = draw_tokens(logits_SV, best_S, greedy_S, numbers_S5, ranked=ranked, window=WINDOW)
     left_L = (token_S == UNDECIDED).nonzero()[:, 0] if ranked else token_S[:0]
     if not len(left_L):
         return token_S

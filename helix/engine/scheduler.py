@@ -1,8 +1,8 @@
 """Which tokens of which requests are computed in the next step, and which page rows hold them.
 
 Pure Python and deterministic: every rank owns a `Scheduler`, makes the same calls on it and so gets the same plan and
-the same page rows, without a message. One step is ``plan() -> model -> sample -> commit(tokens)``, or, where the next step is planned before this
-one's tokens are known, ``plan() -> book() -> ... -> commit(tokens)``: see `Scheduler.book`.
+the same page rows, without a message. One step is ``plan() -> model -> sample -> commit(tokens)``; where the next step
+is planned before this one's tokens are known, ``plan() -> book() -> ... -> commit(tokens)`` (see `Scheduler.book`).
 
 Requests are served in the order of `Request.order`: by arrival, where each step of `priority` counts as a number of
 places, so that none waits for ever. "Ahead" and "behind" below mean this order.

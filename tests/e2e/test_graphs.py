@@ -46,7 +46,7 @@ def mixed_steps(engine: Engine, num_steps: int, check: bool) -> tuple[list[list[
         logits.append(logits_RV.clone())
         return [source.randrange(vocab) for _ in items]
 
-    sinks = StepSinks(sample, lambda *_: None, lambda _: False)
+    sinks = StepSinks(lambda _: (), sample, lambda *_: None)
     number = 0
     for _step in range(num_steps):
         add: list[Request] = []
@@ -61,8 +61,8 @@ def mixed_steps(engine: Engine, num_steps: int, check: bool) -> tuple[list[list[
             with torch.inference_mode():
                 run = core.runner.run(plan)
                 if run.hidden_TC is None:
-                    got, best = run.logits_RV.clone(), run.best_R.clone()
-                    want = core.runner.run(plan, lambda *_: None).logits_RV
+                    got, best = run.logits_RV.clone(), run.token_R.clone()
+                    want = core.runner.run(plan, tap=lambda *_: None).logits_RV
                     errors.append(float((got - want).abs().max() / want.abs().max()))
                     assert torch.equal(best, got.argmax(-1))
     return tokens, errors

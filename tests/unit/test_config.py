@@ -89,6 +89,7 @@ def test_defaults_are_the_documented_ones() -> None:
             "max_context": "auto",
             "prefill_chunk": 2048,
             "graphs": "auto",
+            "ahead": "auto",
             "seed": 0,
             "check_schedule": False,
             "stall_timeout_s": 20.0,
@@ -533,6 +534,7 @@ def settings_strategy() -> st.SearchStrategy[dict[str, Any]]:
         "engine": {
             "max_context": st.sampled_from(["auto", "1M", "3k"]) | counts(),
             "graphs": st.sampled_from(["auto", "on", "off", True, False]),
+            "ahead": st.sampled_from(["auto", "on", "off", True, False]),
             "seed": st.integers(0, 2**63 - 1),
             "stall_timeout_s": st.floats(0, 28, exclude_min=True) | st.integers(1, 28),
         },

@@ -13,9 +13,10 @@ from torch import Tensor
 from helix.comm.world import single_world
 from helix.config import make_config
 from helix.engine.batch import build_batch
+from helix.engine.draw import best_tokens
 from helix.engine.inputs import StaticInputs
 from helix.engine.request import Request
-from helix.engine.runner import batch_buckets, best_tokens, choose_mode, is_decode
+from helix.engine.runner import batch_buckets, choose_mode, is_decode
 from helix.engine.scheduler import NOT_FINITE, StepItem, StepPlan
 from helix.errors import ConfigError
 from helix.layout import PageRule

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from helix.engine import sampler
+from helix.engine.draw import rank
 from helix.engine.sampler import Sampled, SampleRow, sample, token_logprobs, uniform
 from helix.engine.sampling import SamplingParams
 
@@ -326,7 +327,7 @@ def test_a_bad_row_fails_alone(bad: list[float], values: dict[str, Any], words: 
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -2.0, -INF, 3e38, 1e-45]), min_size=2, max_size=9), st.integers(1, 9))
 def test_rank_is_a_stable_sort(values: list[float], num: int) -> None:
     expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:num]
-    assert sampler.rank(torch.tensor([values]), min(num, len(values)))[0].tolist() == expected
+    assert rank(torch.tensor([values]), min(num, len(values)))[0].tolist() == expected
 
 
 def test_equal_logits_are_cut_at_exactly_k() -> None:
