@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from rich import box
 from rich.console import Console
@@ -108,8 +109,21 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """Seconds of rank 0 to its first token: imports and ranks, weights and cache, and the first step (compilation)."""
+
+    process_s: float
+    build_s: float
+    first_step_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.process_s + self.build_s + self.first_step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReport:
-    """What was timed, on what. `skipped` says why a cell has no time."""
+    """What was timed, on what. `skipped` says why a cell has no time; `start_up` is None where none has."""
 
     model: str
     num_layers: int
@@ -119,6 +133,7 @@ class DecodeReport:
     steps: int
     same_token: bool
     hardware: str | None
+    start_up: StartUp | None
     timings: tuple[Timing, ...]
     skipped: tuple[str, ...]
 
@@ -137,7 +152,9 @@ class DecodeTask:
         """Collective over `world`. Contexts may be longer than the model was made for: only the time is looked at."""
         longest = max(cell.context for cell in self.cells) + self.warmup + self.steps + 4
         max_batch = max(cell.batch for cell in self.cells)
+        process_s, start = time.time() - psutil.Process().create_time(), time.perf_counter()
         core, spec, layout = open_core(self.variant, world, max_batch=max_batch, longest=longest)
+        build_s = time.perf_counter() - start
         pricing = Pricing.of(self.variant.config, spec, layout, core)
         timings, skipped = [], []
         for cell in self.cells:
@@ -156,6 +173,9 @@ class DecodeTask:
             steps=self.steps,
             same_token=self.same_token,
             hardware=None if pricing.hardware is None else pricing.hardware.name,
+            start_up=StartUp(process_s=process_s, build_s=build_s, first_step_s=timings[0].first_ms / 1e3)
+            if timings
+            else None,
             timings=tuple(timings),
             skipped=tuple(skipped),
         )
@@ -374,6 +394,12 @@ def print_report(report: DecodeReport, *, as_json: bool) -> None:
         Console(width=170).print(table)
         for line in report.skipped:
             print(f"skipped {line}")
+        if report.start_up is not None:
+            start = report.start_up
+            print(
+                f"first token after {start.total_s:.1f} s: imports and ranks {start.process_s:.1f}, "
+                f"weights and cache {start.build_s:.1f}, first step {start.first_step_s:.1f}"
+            )
         for line in _legend(report):
             print(line)
     print(json.dumps(report_to_dict(report)))
@@ -396,7 +422,7 @@ _COLUMNS = (
 
 
 def _legend(report: DecodeReport) -> Iterator[str]:
-    yield "TTL: median from one step's tokens on the host to the next one's; host: share in which the device waits for it"
+    yield "TTL: median from tokens to the next tokens on the host; host: share in which the device waits for the host"
     if any(one.one_rank for one in report.timings):
         yield (
             "collectives: not run (one rank without its peers: local work of the same bytes, which TTL holds); their "

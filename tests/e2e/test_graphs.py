@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from helix import Engine, SamplingParams
+from helix.engine import draw
 from helix.engine.core import StepOps, StepSinks
 from helix.engine.request import Request
 from helix.engine.scheduler import StepItem
+from tests.parallel.test_ahead import answers_at_ease, answers_in_traffic, check_answers, workload
 from tests.tiny import TinyModels, prompt
 
 pytestmark = pytest.mark.gpu
@@ -22,11 +25,20 @@ FAMILIES = ["llama", "qwen3", "llama_dynamic", "deepseek_v3", "deepseek_v2_moe",
 
 
 @contextmanager
-def gpu_engine(path: str, graphs: str, dtype: str = "bfloat16", max_batch: int = 11) -> Iterator[Engine]:
+def gpu_engine(
+    path: str, graphs: str, dtype: str = "bfloat16", max_batch: int = 11, num_page_rows: int = 64, ahead: str = "auto"
+) -> Iterator[Engine]:
     sections: dict[str, Any] = {
         "model": {"path": path, "dtype": dtype},
-        "cache": {"page_tokens": 16, "num_page_rows": 64},
-        "engine": {"device": "cuda", "max_batch": max_batch, "prefill_chunk": 64, "max_context": 128, "graphs": graphs},
+        "cache": {"page_tokens": 16, "num_page_rows": num_page_rows},
+        "engine": {
+            "device": "cuda",
+            "max_batch": max_batch,
+            "prefill_chunk": 64,
+            "max_context": 128,
+            "graphs": graphs,
+            "ahead": ahead,
+        },
     }
     with Engine(**sections) as engine:
         yield engine
@@ -108,3 +120,18 @@ def test_sampling_and_logprobs_beside_greedy(tiny: TinyModels) -> None:
             answers.append([output.token_ids for output in engine.generate(prompts, params)])
             assert engine.num_free_rows == 64
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("window", [draw.WINDOW, 12])
+def test_steps_ahead_equal_one_at_a_time(tiny: TinyModels, window: int) -> None:
+    """Every way of choosing tokens, stops, cancellations and preemptions, with a step under way all the time."""
+    work = workload(window)
+    path = tiny.path("llama")
+    with gpu_engine(path, "off", "float32", ahead="off") as engine:
+        at_ease = answers_at_ease(engine, work)
+    with mock.patch.object(draw, "WINDOW", window), gpu_engine(path, "on", "float32", num_page_rows=6) as engine:
+        found, num_preemptions, num_under_way = answers_in_traffic(engine, work, 5)
+        assert engine._core.runner.mode == "graph"
+    check_answers(at_ease, found)
+    assert num_preemptions > 0
+    assert num_under_way > 20

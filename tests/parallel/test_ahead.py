@@ -97,6 +97,14 @@ def answers_in_traffic(
     return answers, engine.num_preemptions, num_under_way
 
 
+def check_answers(at_ease: list[Answer], found: list[Answer]) -> None:
+    for number, (want, got) in enumerate(zip(at_ease, found, strict=True)):
+        if got.is_cut:
+            assert got.token_ids == want.token_ids[: len(got.token_ids)], number
+        else:
+            assert got == want, number
+
+
 def drive_undecided(world: World, settings: dict[str, Any], static: bool, window: int, seed: int, work: Any) -> Any:
     """Traffic through an engine whose device ranks `window` candidates only, so that some rows need the host."""
     mode = "static" if static else "eager"
@@ -118,11 +126,7 @@ def test_traffic_ahead_equals_one_step_at_a_time(
     at_ease = ranks.run(1, jobs.drive, base | {"layout": {"kvp": 1}}, answers_at_ease, work)[0]
     ahead = base | {"engine": base["engine"] | {"ahead": "on"}, "cache": small}
     found, num_preemptions, num_under_way = ranks.run(kvp, drive_undecided, ahead, static, window, seed, work)[0]
-    for number, (want, got) in enumerate(zip(at_ease, found, strict=True)):
-        if got.is_cut:
-            assert got.token_ids == want.token_ids[: len(got.token_ids)], number
-        else:
-            assert got == want, (number, work[number][1])
+    check_answers(at_ease, found)
     assert num_preemptions > 0
     assert num_under_way > 20
     assert sum(one.is_cut for one in found) > 1
