@@ -88,6 +88,9 @@ CAPABILITIES = (
         works="GPUs, one rank or NCCL; experts in bfloat16 with dispatch local",
         problem=_graphs,
     ),
+    Capability(
+        field="engine.ahead", values="auto, on, off", works="all models; auto: on GPUs, off on a CPU", problem=_none
+    ),
     Capability(field="model.keep_fp8", values="false", works="FP8 is dequantised at load", problem=_keep_fp8),
     Capability(field="cache.dtype", values="bfloat16, float16, float32", works="all models", problem=_none),
     Capability(field="cache.prefix_reuse", values="true, false", works="all models", problem=_none),

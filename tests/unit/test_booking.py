@@ -161,7 +161,7 @@ def soak(seed: int) -> tuple[int, int, int]:
     scheduler = Scheduler(rule, random.randint(5, 14), random.randint(2, 6), random.choice([1000, 30]), 8)
     device = Device(rule, random)
     pool = scheduler.num_rows * rule.row_tokens
-    requests, cancelled, late = [], set[int](), 0
+    requests, cancelled, late = list[Request](), set[int](), 0
     under_way: tuple[StepPlan, list[int]] | None = None
     for step in range(2000):
         if step < 80 and random.random() < 0.3:
