@@ -297,8 +297,14 @@ class Scheduler:
         """Feed the last token of `item` again; steps that were launched since do not count for its request."""
         request = item.request
         request.num_pending = 0
-        # A request that was preempted since is further back anyway.
+        # A request that was preempted since may be further back, or share the row of this token, which others read.
         request.num_computed = min(request.num_computed, item.start + item.count - 1)
+        num_own = request.num_computed // self.rule.row_tokens
+        if request.num_published > num_own:
+            self._rows.release(request.rows[num_own:], keep=True)
+            request.rows = request.rows[:num_own]
+            request.num_published = num_own
+            request.num_computed = num_own * self.rule.row_tokens
         for later in list(self._booked)[1:]:
             later.rolled_back.add(request)
 

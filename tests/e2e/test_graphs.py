@@ -129,7 +129,7 @@ def test_steps_ahead_equal_one_at_a_time(tiny: TinyModels, window: int) -> None:
     path = tiny.path("llama")
     with gpu_engine(path, "off", "float32", ahead="off") as engine:
         at_ease = answers_at_ease(engine, work)
-    with mock.patch.object(draw, "WINDOW", window), gpu_engine(path, "on", "float32", num_page_rows=6) as engine:
+    with mock.patch.object(draw, "WINDOW", window), gpu_engine(path, "on", "float32", num_page_rows=5) as engine:
         found, num_preemptions, num_under_way = answers_in_traffic(engine, work, 5)
         assert engine._core.runner.mode == "graph"
     check_answers(at_ease, found)

@@ -158,7 +158,8 @@ def soak(seed: int) -> tuple[int, int, int]:
     """Random traffic with one step under way; returns preemptions, undecided tokens and late stops."""
     random = Random(seed)
     rule = PageRule(random.randint(1, 2), random.randint(1, 3))
-    scheduler = Scheduler(rule, random.randint(5, 14), random.randint(2, 6), random.choice([1000, 30]), 8)
+    sizes = (random.randint(5, 14), random.randint(2, 6), random.choice([1000, 30]), 8)
+    scheduler = Scheduler(rule, *sizes, prefix_reuse=seed % 2 == 0)
     device = Device(rule, random)
     pool = scheduler.num_rows * rule.row_tokens
     requests, cancelled, late = list[Request](), set[int](), 0
