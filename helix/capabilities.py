@@ -62,12 +62,18 @@ def _graphs(config: RunConfig, spec: ModelSpec, device: str) -> str | None:
     return None
 
 
-def _keep_fp8(config: RunConfig, _spec: ModelSpec, device: str) -> str | None:
-    if not config.model.keep_fp8:
+def packs_on_gpu(block: tuple[int, int]) -> bool:
+    """Whether the FP8 kernels take weights with blocks of this size: they read a block's columns at once."""
+    return block[1] in (32, 64, 128, 256)
+
+
+def _quantize(config: RunConfig, spec: ModelSpec, device: str) -> str | None:
+    block = spec.fp8_block
+    if config.model.quantize != "fp8" or device != "cuda" or block is None or packs_on_gpu(block):
         return None
     return (
-        f"model.keep_fp8=true: there is no product with FP8 weights on {device} devices; set it to false, and FP8 "
-        "weights are dequantised to model.dtype while they are loaded"
+        f"model.quantize=fp8: the checkpoint's blocks of {list(block)} have no products on a GPU, which takes 32, 64, "
+        "128 or 256 columns; set it to none, and the weights are dequantised to model.dtype while they are loaded"
     )
 
 
@@ -91,8 +97,18 @@ CAPABILITIES = (
     Capability(
         field="engine.ahead", values="auto, on, off", works="all models; auto: on GPUs, off on a CPU", problem=_none
     ),
-    Capability(field="model.keep_fp8", values="false", works="FP8 is dequantised at load", problem=_keep_fp8),
-    Capability(field="cache.dtype", values="bfloat16, float16, float32", works="all models", problem=_none),
+    Capability(
+        field="model.quantize",
+        values="auto, none, fp8",
+        works="all models; FP8 products on GPUs from compute capability 8.9, elsewhere auto dequantises at load",
+        problem=_quantize,
+    ),
+    Capability(
+        field="cache.dtype",
+        values="bfloat16, float16, float32; fp8",
+        works="all models; a scale for each token and head, rotary part of latents in model.dtype",
+        problem=_none,
+    ),
     Capability(field="cache.prefix_reuse", values="true, false", works="all models", problem=_none),
 )
 

@@ -274,8 +274,15 @@ def check(
         table.add_row(axis, " ".join(str(list(ranks)) for ranks in groups))
     console.print(table)
     low, high = min(found.weights_bytes), max(found.weights_bytes)
-    console.print(f"weights a rank   {_bytes(high)}" + (f" (smallest {_bytes(low)})" if low != high else ""))
-    console.print(f"KV a rank        {found.kv_bytes_per_token:.0f} B for each token of a sequence")
+    scales = f", {_bytes(found.scale_bytes)} of them scales" if found.scale_bytes else ""
+    console.print(
+        f"weights a rank   {_bytes(high)}"
+        + (f" (smallest {_bytes(low)})" if low != high else "")
+        + f", layers in {found.weights_format}{scales}"
+    )
+    console.print(
+        f"KV a rank        {found.kv_bytes_per_token:.0f} B for each token of a sequence, in {found.cache_format}"
+    )
     if found.num_page_rows is None:
         console.print(f"capacity         unknown here: {found.page_rows_from}")
     else:
@@ -298,9 +305,9 @@ def plan(
     ttl_ms: Annotated[float | None, typer.Option(help="Longest time of a decode step.")] = None,
     objective: Annotated[str, typer.Option(help="ttl, throughput or concurrency.")] = "ttl",
     weights: Annotated[
-        str, typer.Option(help="Number format of the weights: auto, bfloat16, float8, float4 ...")
+        str, typer.Option(help="Number format of the weights: auto, unquantised, bfloat16, fp8, float4 ...")
     ] = "auto",
-    cache: Annotated[str, typer.Option(help="Number format of the KV cache.")] = "auto",
+    cache: Annotated[str, typer.Option(help="Number format of the KV cache: auto, bfloat16, fp8 ...")] = "auto",
     page_tokens: Annotated[int | None, typer.Option(help="Tokens of a page. Default 64.")] = None,
     transport: Annotated[
         str, typer.Option(help="auto, collective or symmetric (memory of peers, inside a node).")
@@ -415,6 +422,8 @@ def verify(
     prompt_ids: PromptIdsOption = None,
     num_tokens: Annotated[int, typer.Option("--tokens", help="Greedy tokens compared for each prompt.")] = 32,
     tolerance: Annotated[float | None, typer.Option(help="Bound on a logit's absolute error.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text file on which the cost of FP8 is measured.")] = None,
+    text_tokens: Annotated[int, typer.Option(min=2, help="Tokens of it that are used.")] = 2048,
     set_: SetOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -423,12 +432,13 @@ def verify(
 
     run = load_config(config, set_ or [])
     prompts: list[str | list[int]] = [*(prompt or ()), *_parse_ids(prompt_ids)]
-    report = run_verify(run, prompts or None, num_tokens, tolerance)
+    words = None if text is None else text.read_text(encoding="utf-8")
+    report = run_verify(run, prompts or None, num_tokens, tolerance, words, text_tokens)
     if json_:
         print(json.dumps({**asdict(report), "exact": report.exact, "first_layer": report.first_layer}))
     else:
         _print_report(report)
-    if not report.exact:
+    if not (report.exact and (report.accuracy is None or report.accuracy.close)):
         raise typer.Exit(1)
 
 
@@ -449,6 +459,13 @@ def _print_report(report: Report) -> None:
         f"{verdict}: layout {report.layout} against one rank, {report.dtype}, max error {report.max_error:.2e}, "
         f"tolerance {report.tolerance:.0e}"
     )
+    cost = report.accuracy
+    if cost is not None:
+        print(
+            f"{'close' if cost.close else 'FAR'}: FP8 against {report.dtype} on {cost.num_tokens} tokens: mean KL "
+            f"{cost.mean_divergence:.2e} (bound {cost.bound:.0e}), largest {cost.max_divergence:.2e}, same first token "
+            f"{cost.same_top:.1%}, perplexity {cost.perplexity:.4g} against {cost.reference_perplexity:.4g}"
+        )
 
 
 def _billions(count: int) -> str:

@@ -29,7 +29,12 @@ _MAX_SHOWN: Final = 80  # characters of a wrong value that a message repeats
 _NUMBER_TAGS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _KIND_WORDS: Final[Mapping[str, str]] = {"string": "text", "boolean": "true or false", "null": "null"}
 _UNITS: Final[Mapping[str, int]] = {"K": 1 << 10, "M": 1 << 20}
-_DTYPE_ALIASES: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPE_ALIASES: Final[Mapping[str, str]] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp8": "float8",
+}
 
 
 def _dtype_name(value: object) -> object:
@@ -51,6 +56,7 @@ def _token_count(value: object) -> object:
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 DTypeName = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_dtype_name)]
+CacheDTypeName = Annotated[Literal["auto", "bfloat16", "float16", "float32", "float8"], BeforeValidator(_dtype_name)]
 
 
 class _Section(BaseModel):
@@ -58,14 +64,18 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """Which model: a checkpoint directory (`path`) or a model card (`card`), exactly one of them."""
+    """Which model: a checkpoint directory (`path`) or a model card (`card`), exactly one of them.
+
+    `quantize`: `auto` keeps the FP8 weights of a checkpoint in FP8 where the device has products for them, `fp8` keeps
+    them anywhere and quantises what the checkpoint holds in other formats, `none` dequantises to `dtype`.
+    """
 
     path: Text | None = None
     card: Text | None = None
     dtype: DTypeName = "auto"
     load: Literal["safetensors", "dummy"] = "safetensors"
     num_layers: Count | None = None
-    keep_fp8: bool = False
+    quantize: Literal["auto", "none", "fp8"] = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -97,7 +107,7 @@ class CacheConfig(_Section):
     page_tokens: Count = 64
     num_page_rows: Literal["auto"] | Count = "auto"
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    dtype: DTypeName = "auto"
+    dtype: CacheDTypeName = "auto"
     prefix_reuse: bool = True
 
 

@@ -6,8 +6,9 @@ no torch: every rule is a pure function, so that the planner can ask about 512 r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 
 from helix.errors import LayoutError
 from helix.model_spec import ModelSpec
@@ -45,6 +46,39 @@ def uneven_slice(total: int, parts: int, index: int) -> Slice:
     start = index * base + min(index, extra)
     stop = start + base + (index < extra)
     return Slice(start, stop, stop - start, total)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleGrid:
+    """Which scale belongs to value (i, j) of a block-scaled matrix: scale (i // rows, (j + skip) // cols)."""
+
+    rows: int
+    cols: int
+    skip: int
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Rows and columns of the scales of an [outputs, inputs] matrix; columns in whole fours, which scaled products
+        on a GPU ask for."""
+        columns = -(-(self.skip + inputs) // self.cols)
+        return -(-outputs // self.rows), columns + -columns % 4
+
+
+def scale_grid(block: tuple[int, int], cuts: Iterable[tuple[int, int, int]]) -> ScaleGrid:
+    """The coarsest grid on which a matrix made of slices of block-scaled tensors keeps each value's own scale.
+
+    `block` is the size of the tensors' blocks, which count from a tensor's own origin; each cut is (first row in the
+    tensor, first row in the matrix, first column in the tensor). Rows that cut a block split it into cells of the
+    greatest common divisor, whose scales are repeated (the waste: `ScaleGrid.shape` times four bytes); a column that
+    cuts one leaves its rest, `skip` columns narrower, as the first block.
+
+    Raises ValueError where slices side by side cut different columns of a block: no layer does that.
+    """
+    cuts = tuple(cuts)
+    skips = {column % block[1] for _, _, column in cuts} or {0}
+    if len(skips) > 1:
+        raise ValueError(f"slices begin {sorted(skips)} columns inside blocks of {block[1]}; they must begin alike")
+    rows = gcd(block[0], *(start for source, target, _ in cuts for start in (source, target)))
+    return ScaleGrid(rows, block[1], skips.pop())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +217,20 @@ def attention_shard(spec: ModelSpec, layout: Layout, rank: int) -> AttentionShar
         out_start=q_start + out.start,
         out_stop=q_start + out.stop,
     )
+
+
+def cache_token_bytes(spec: ModelSpec, layout: Layout, value_bytes: float, dense_bytes: int = 2) -> float:
+    """Bytes that one token takes in one layer's cache on a rank, with `value_bytes` for each value.
+
+    One byte means FP8 (`helix.kernels.fp8_cache`): each head's key and value, or the latent, has an fp32 scale, and
+    rotary values of a latent stay in `dense_bytes`.
+    """
+    rows = 1 if spec.mla else 2 * attention_shard(spec, layout, 0).num_kv
+    width = spec.cache_values_per_token if spec.mla else spec.head_dim
+    if value_bytes != 1:
+        return rows * width * value_bytes
+    tail = spec.mla.rope_dim if spec.mla else 0
+    return rows * (width - tail + tail * dense_bytes + 4)
 
 
 def layout_problem(spec: ModelSpec, layout: Layout) -> str | None:

@@ -71,7 +71,10 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Everything that decides the shape of a model's weights, its KV cache and its arithmetic."""
+    """Everything that decides the shape of a model's weights, its KV cache and its arithmetic.
+
+    `fp8_block` is the size of the blocks that share a scale, where the checkpoint stores FP8 weights.
+    """
 
     model_type: str
     num_layers: int
@@ -97,6 +100,7 @@ class ModelSpec:
     mla: MLASpec | None = None
     moe: MoESpec | None = None
     num_mtp_layers: int = 0
+    fp8_block: tuple[int, int] | None = None
 
     @property
     def attention_scale(self) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from helix.model_spec import MLASpec, ModelSpec, MoESpec, RotarySpec, yarn_mscale
-from model_zoo.hf_config import ACTIVATIONS, ConfigReader, context_limit, refuse_quantization, rotary_spec, weight_dtype
+from model_zoo.hf_config import ACTIVATIONS, ConfigReader, context_limit, fp8_block, rotary_spec, weight_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,6 @@ def latent_spec(config: ConfigReader, model_type: str, defaults: LatentDefaults,
 
     ``attention_bias`` is on the two down-projections and on the output projection, never on the up-projections.
     """
-    refuse_quantization(config)
     mla = MLASpec(
         q_lora_rank=_or_none(config, "q_lora_rank", 1536),
         kv_lora_rank=config.integer("kv_lora_rank", 512),
@@ -117,6 +116,7 @@ def latent_spec(config: ConfigReader, model_type: str, defaults: LatentDefaults,
         output_bias=attention_bias,
         softmax_scale=softmax_scale(mla, rotary),
         dtype=weight_dtype(config),
+        fp8_block=fp8_block(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=config.token_ids("eos_token_id", defaults.eos_token_id, vocab_size),
         mla=mla,

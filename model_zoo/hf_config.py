@@ -125,7 +125,6 @@ class DenseDefaults:
 
 def dense_spec(config: ConfigReader, model_type: str, defaults: DenseDefaults) -> ModelSpec:
     """The part of `ModelSpec` that llama, mistral, qwen2 and qwen3 read alike; biases and q/k norm are the family's."""
-    refuse_quantization(config)
     hidden_size = config.integer("hidden_size", defaults.hidden_size)
     num_heads = config.integer("num_attention_heads", defaults.num_heads)
     head_dim = _head_dim(config, hidden_size, num_heads, defaults.head_dim)
@@ -148,16 +147,17 @@ def dense_spec(config: ConfigReader, model_type: str, defaults: DenseDefaults) -
         activation=config.choice("hidden_act", "silu", ACTIVATIONS),
         tie_embeddings=config.flag("tie_word_embeddings", False),
         dtype=weight_dtype(config),
+        fp8_block=fp8_block(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=config.token_ids("eos_token_id", defaults.eos_token_id, vocab_size),
     )
 
 
-def refuse_quantization(config: ConfigReader) -> None:
-    """Raise for a quantised checkpoint, whose tensors are not the weights that the architecture names.
+def fp8_block(config: ConfigReader) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in a checkpoint of FP8 weights; None where the weights are not quantised.
 
-    FP8 with block scales passes: the loader dequantises it, tensor by tensor as each one's dtype says. So
-    ``modules_to_not_convert``, which lists the tensors that are stored as they are, needs no reading.
+    Which tensors are FP8 their dtype says, tensor by tensor; so ``modules_to_not_convert``, which lists those that are
+    stored as they are, needs no reading. Raises: CheckpointError for any other quantisation.
     """
     for key in ("quantization_config", "compression_config"):
         table = config.table(key)
@@ -169,9 +169,12 @@ def refuse_quantization(config: ConfigReader) -> None:
                 f"{config.prefix}{key} says that the weights are quantised (quant_method {method!r}); supported are "
                 f"quant_method 'fp8' with weight_block_size, and unquantised checkpoints in {_one_of(DTYPES)}"
             )
-        if table.get("weight_block_size") is None:
+        size = table.get("weight_block_size")
+        if not (isinstance(size, list) and len(size) == 2 and all(type(one) is int and one > 0 for one in size)):
             right = "the size of the blocks that share a scale, such as [128, 128]; other FP8 forms are not supported"
-            raise ConfigReader(table, f"{config.prefix}{key}.").error("weight_block_size", None, right)
+            raise ConfigReader(table, f"{config.prefix}{key}.").error("weight_block_size", size, right)
+        return size[0], size[1]
+    return None
 
 
 def refuse_sliding_layers(config: ConfigReader, num_layers: int) -> None:

@@ -365,13 +365,18 @@ def bench_kernels(wanted: str | None = None) -> KernelReport:
     """The grid on the current GPU, or the families of it whose names contain `wanted`. Raises: ConfigError."""
     if not torch.cuda.is_available():
         raise ConfigError("helix bench kernel times kernels in CUDA graphs, but torch sees no GPU here")
-    families = [name for name in GRID if wanted is None or wanted in name]
-    if wanted is not None and not families and wanted not in _EXCHANGE:
-        raise ConfigError(f"--families {wanted!r} is in none of: {', '.join((*GRID, _EXCHANGE))}")
+    # Beside this module, whose clock they use.
+    from helix.bench.fp8 import bench_experts, bench_linear
+
+    others = {_EXCHANGE: bench_exchange, "linear_fp8": bench_linear, "experts_fp8": bench_experts}
+    families = [name for name in (*GRID, *others) if wanted is None or wanted in name]
+    if not families:
+        raise ConfigError(f"--families {wanted!r} is in none of: {', '.join((*GRID, *others))}")
     device = torch.device("cuda", torch.cuda.current_device())
-    records = list(bench_attention(device, families))
-    if wanted is None or wanted in _EXCHANGE:
-        records += bench_exchange(device)
+    records = list(bench_attention(device, [name for name in families if name in GRID]))
+    for name in families:
+        if name in others:
+            records += others[name](device)
     return KernelReport(device=torch.cuda.get_device_name(device), torch=torch.__version__, records=tuple(records))
 
 
@@ -389,7 +394,9 @@ def print_report(report: KernelReport, *, as_json: bool) -> None:
 
 
 def _row(record: dict[str, Any]) -> tuple[str, ...]:
-    if "context" in record:
+    if "shape" in record:
+        shape = record["shape"]
+    elif "context" in record:
         shape = f"{record['batch']} x {record['context']}"
     else:
         shape = f"{record['tokens']} tokens, {record['heads']} heads, {record['parts']} peers"

@@ -17,6 +17,7 @@ from helix.engine.core import EngineCore
 from helix.layout import Layout
 from helix.model_spec import ModelSpec
 from helix.planner.auto import choices_of
+from helix.weights import held_in_fp8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +46,15 @@ class Pricing:
 
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, layout: Layout, core: EngineCore) -> Pricing:
-        weights, cache = core.model.embed.weight.dtype, core.cache.layers[0].k.dtype
+        dtype, cache = core.model.embed.weight.dtype, core.cache.layers[0].k.dtype
+        dense = str(dtype).removeprefix("torch.")
+        weights = dense if next(held_in_fp8(core.model), None) is None else "float8"
         device = core.world.device
         card = "cpu" if device.type == "cpu" else recognise_hardware(device_name(device))
         return cls(
             spec=spec,
             placement=Placement(layout=layout, choices=choices_of(config.comm)),
-            formats=make_formats(str(weights).removeprefix("torch."), str(cache).removeprefix("torch.")),
+            formats=make_formats(weights, str(cache).removeprefix("torch."), dense),
             hardware=None if card is None else load_hardware(card),
             page_tokens=config.cache.page_tokens,
         )

@@ -23,6 +23,7 @@ from helix.engine.build import build_core, resolve_layout, resolve_spec
 from helix.engine.core import EngineCore
 from helix.engine.join import enter_world, leave, share_cores
 from helix.errors import ConfigError
+from helix.kernels.fp8_cache import Fp8Rows
 from helix.layout import Layout
 from helix.model_spec import ModelSpec
 
@@ -141,9 +142,15 @@ def fill_cache(core: EngineCore, seed: int) -> None:
     device = core.world.device
     generator = torch.Generator(device).manual_seed(seed + core.world.rank)
     for layer in core.cache.layers:
-        layer.k.normal_(generator=generator)
-        if layer.v.data_ptr() != layer.k.data_ptr():
-            layer.v.normal_(generator=generator)
+        for pool in (layer.k, layer.v):
+            if isinstance(pool, Fp8Rows):
+                # The bytes of positive numbers, without a copy in another format.
+                pool.values_PBKD.view(torch.uint8).random_(0, 0x70, generator=generator)
+                pool.scale_PBK.fill_(1e-2)
+            parts = (pool.tail_PBKR,) if isinstance(pool, Fp8Rows) else (pool,)
+            for part in parts:
+                if part is not None and part.is_contiguous():
+                    part.normal_(generator=generator)
 
 
 def check_variants(variants: Sequence[Variant]) -> None:

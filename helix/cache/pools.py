@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helix.layout import Layout, attention_shard
+from helix.kernels.fp8_cache import Fp8Rows
+from helix.layout import Layout, attention_shard, cache_token_bytes
 from helix.model_spec import ModelSpec
 
 
@@ -18,8 +19,8 @@ from helix.model_spec import ModelSpec
 class LayerCache:
     """Pools of one layer: k_PBKD and v_PBKD for GQA; for MLA the one latent pool is both."""
 
-    k: Tensor
-    v: Tensor
+    k: Tensor | Fp8Rows
+    v: Tensor | Fp8Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,9 @@ class KVCache:
     page_tokens: int
 
 
-def page_bytes(spec: ModelSpec, layout: Layout, page_tokens: int, itemsize: int) -> int:
-    """Bytes that one page row takes on one rank, over all layers."""
-    shard = attention_shard(spec, layout, 0)
-    values = spec.cache_values_per_token if spec.mla else 2 * shard.num_kv * spec.head_dim
-    return spec.num_layers * page_tokens * values * itemsize
+def page_bytes(spec: ModelSpec, layout: Layout, page_tokens: int, itemsize: int, dense_itemsize: int = 2) -> int:
+    """Bytes that one page row takes on one rank, over all layers; `dense_itemsize` is of what FP8 leaves as it is."""
+    return spec.num_layers * page_tokens * int(cache_token_bytes(spec, layout, itemsize, dense_itemsize))
 
 
 def build_cache(
@@ -46,17 +45,31 @@ def build_cache(
     page_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    dense_dtype: torch.dtype | None = None,
 ) -> KVCache:
-    """Allocate the pools; memory is left as it comes, since no slot is read before it was written."""
+    """Allocate the pools; memory is left as it comes, since no slot is read before it was written.
+
+    With `dtype` float8_e4m3fn rows are `Fp8Rows`, whose values that stay as they are have `dense_dtype`.
+    """
     num_kv = attention_shard(spec, layout, rank).num_kv
 
-    def pool(heads: int, width: int) -> Tensor:
-        return torch.empty(num_rows, page_tokens, heads, width, dtype=dtype, device=device)
+    def pool(heads: int, width: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(num_rows, page_tokens, heads, width, dtype=of, device=device)
+
+    def rows(heads: int, width: int, tail: int = 0) -> Fp8Rows:
+        scale = pool(heads, 1, torch.float32)[..., 0]
+        return Fp8Rows(pool(heads, width), scale, pool(heads, tail, dense_dtype or torch.bfloat16) if tail else None)
 
     def layer() -> LayerCache:
+        fp8 = dtype is torch.float8_e4m3fn
+        if spec.mla and fp8:
+            both = rows(1, spec.mla.kv_lora_rank, spec.mla.rope_dim)
+            return LayerCache(both, Fp8Rows(both.values_PBKD, both.scale_PBK))
         if spec.mla:
             latent = pool(1, spec.cache_values_per_token)
             return LayerCache(latent, latent[..., : spec.mla.kv_lora_rank])
+        if fp8:
+            return LayerCache(rows(num_kv, spec.head_dim), rows(num_kv, spec.head_dim))
         return LayerCache(pool(num_kv, spec.head_dim), pool(num_kv, spec.head_dim))
 
     return KVCache(tuple(layer() for _ in range(spec.num_layers)), num_rows, page_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from helix.cost.choices import Formats, Placement, Workload
 from helix.cost.hardware import Hardware
 from helix.cost.weights import RankWeights, rank_weights
-from helix.layout import PageRule, attention_shard, padded_slice
+from helix.layout import PageRule, attention_shard, cache_token_bytes, padded_slice
 from helix.model_spec import ModelSpec
 
 # Rows of the largest step: a prefill chunk. What is alive at once in a layer: residual, normed, projected, summed.
@@ -37,9 +37,8 @@ class Memory:
 
 def page_row_bytes(spec: ModelSpec, placement: Placement, formats: Formats, page_tokens: int) -> float:
     """Bytes that one page row takes on one rank over the layers of its stage (`helix.cache.pools.page_bytes`)."""
-    shard = attention_shard(spec, placement.layout, 0)
-    values = spec.cache_values_per_token if spec.mla else 2 * shard.num_kv * spec.head_dim
-    return -(-spec.num_layers // placement.pp) * page_tokens * values * formats.cache_bytes
+    each = cache_token_bytes(spec, placement.layout, formats.cache_bytes, formats.activation_bytes)
+    return -(-spec.num_layers // placement.pp) * page_tokens * each
 
 
 def memory(

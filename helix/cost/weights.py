@@ -12,13 +12,48 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from helix.cost.choices import Choices, Formats
-from helix.layout import AttentionShard, Layout, attention_shard, padded_slice, uneven_slice
+from helix.layout import AttentionShard, Layout, Slice, attention_shard, padded_slice, scale_grid, uneven_slice
 from helix.model_spec import MLASpec, ModelSpec, MoESpec
 
 LayerKind: TypeAlias = Literal["dense", "sparse"]
-Matrices: TypeAlias = Mapping[str, int]
+Cut: TypeAlias = tuple[int, int, int]
 
+FP8_BLOCK = (128, 128)
+_SCALE_BYTES = 4
 _ALIGNED_BYTES = 16  # rows of stacked experts are held in whole 16 bytes, see `helix.layers.moe.Experts`
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix on a rank, [outputs, inputs] and `bias` values beside it.
+
+    `cuts` are the slices of checkpoint tensors that it is made of, as `scale_grid` reads them. FP8 weights hold those
+    matrices in FP8 that pack, in blocks of `FP8_BLOCK`; the others, folded into queries and values, stay as activations
+    are.
+    """
+
+    outputs: int
+    inputs: int
+    bias: int = 0
+    cuts: tuple[Cut, ...] = ((0, 0, 0),)
+    packs: bool = True
+
+    @property
+    def values(self) -> int:
+        return self.outputs * self.inputs + self.bias
+
+    def num_bytes(self, formats: Formats) -> float:
+        """Bytes that are held, and read by a product: with the scales of FP8, repeated where slices cut blocks."""
+        if formats.weights != "float8":
+            return self.values * formats.weight_bytes
+        if not self.packs:
+            return float(self.values * formats.activation_bytes)
+        rows, columns = scale_grid(FP8_BLOCK, self.cuts).shape(self.outputs, self.inputs)
+        return float(self.outputs * self.inputs + _SCALE_BYTES * rows * columns + self.bias * formats.activation_bytes)
+
+    def product_format(self, formats: Formats) -> str:
+        """The format that its product runs in."""
+        return formats.products if self.packs or formats.weights != "float8" else formats.activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,53 +85,79 @@ def _dense_layers(moe: MoESpec, num_layers: int) -> int:
     return sum(moe.is_dense(layer) for layer in range(num_layers))
 
 
-def attention_matrices(spec: ModelSpec, layout: Layout, choices: Choices) -> Matrices:
-    """Values of each attention matrix on a rank, biases beside the products they belong to."""
-    shard = attention_shard(spec, layout, 0)
+def attention_matrices(spec: ModelSpec, layout: Layout, choices: Choices, rank: int = 0) -> Mapping[str, Matrix]:
+    """The attention matrices of `rank`, biases beside the products they belong to."""
+    shard = attention_shard(spec, layout, rank)
     merged = shard.num_q if choices.merge == "gather" else shard.exchange_heads
     asked = merged if choices.query == "gather" else shard.num_q
     if spec.mla:
-        return _latent_matrices(
-            spec, spec.mla, asked, shard.num_q if choices.exchange_space == "value" else merged, merged
-        )
+        valued = shard.num_q if choices.exchange_space == "value" else merged
+        first = shard.out_start if choices.query == "gather" else shard.q_start
+        return _latent_matrices(spec, spec.mla, shard, first, asked, valued, merged)
     return _grouped_matrices(spec, shard, asked, merged)
 
 
-def _grouped_matrices(spec: ModelSpec, shard: AttentionShard, asked: int, merged: int) -> Matrices:
+def _grouped_matrices(spec: ModelSpec, shard: AttentionShard, asked: int, merged: int) -> Mapping[str, Matrix]:
     width, hidden = spec.head_dim, spec.hidden_size
     outputs = (asked + 2 * shard.num_kv) * width
+    cuts = [(shard.q_start * width, 0, 0)]
+    cuts += [(shard.kv_start * width, (asked + part * shard.num_kv) * width, 0) for part in (0, 1)]
     return {
-        "qkv": outputs * (hidden + spec.qkv_bias),
-        "out": hidden * merged * width + spec.output_bias * hidden,
+        "qkv": Matrix(outputs, hidden, spec.qkv_bias * outputs, tuple(cuts)),
+        "out": _output(spec, shard, merged, width),
     }
 
 
-def _latent_matrices(spec: ModelSpec, mla: MLASpec, asked: int, valued: int, merged: int) -> Matrices:
+def _latent_matrices(
+    spec: ModelSpec, mla: MLASpec, shard: AttentionShard, first: int, asked: int, valued: int, merged: int
+) -> Mapping[str, Matrix]:
     hidden, width, rank = spec.hidden_size, mla.nope_dim + mla.rope_dim, mla.q_lora_rank
-    outputs = (asked * width if rank is None else rank) + mla.kv_lora_rank + mla.rope_dim
-    matrices = {"down": outputs * (hidden + spec.qkv_bias)}
+    query = asked * width if rank is None else rank
+    outputs = query + mla.kv_lora_rank + mla.rope_dim
+    cuts = ((first * width if rank is None else 0, 0, 0), (0, query, 0))
+    matrices = {"down": Matrix(outputs, hidden, spec.qkv_bias * outputs, cuts)}
     if rank is not None:
-        matrices["query_up"] = asked * width * rank
+        matrices["query_up"] = Matrix(asked * width, rank, cuts=((first * width, 0, 0),))
     return matrices | {
-        "key_up": asked * mla.nope_dim * mla.kv_lora_rank,
-        "value_up": valued * mla.v_dim * mla.kv_lora_rank,
-        "out": hidden * merged * mla.v_dim + spec.output_bias * hidden,
+        "key_up": Matrix(asked * mla.nope_dim, mla.kv_lora_rank, packs=False),
+        "value_up": Matrix(valued * mla.v_dim, mla.kv_lora_rank, packs=False),
+        "out": _output(spec, shard, merged, mla.v_dim),
     }
 
 
-def mlp_matrices(spec: ModelSpec, parts: int, width: int | None = None) -> Matrices:
-    """Values of a gated MLP of `width` (default: the model's) that is cut over `parts` ranks."""
-    hidden = spec.hidden_size
-    local = padded_slice(spec.intermediate_size if width is None else width, parts, 0).padded
-    bias = int(spec.mlp_bias)
-    return {"gate_up": 2 * local * (hidden + bias), "down": hidden * (local + bias)}
+def _output(spec: ModelSpec, shard: AttentionShard, merged: int, width: int) -> Matrix:
+    cuts = ((0, 0, shard.out_start * width),) if shard.out_stop > shard.out_start else ()
+    return Matrix(spec.hidden_size, merged * width, spec.output_bias * spec.hidden_size, cuts)
 
 
-def expert_values(spec: ModelSpec, moe: MoESpec, tpf: int, activation_bytes: int = 2) -> int:
-    """Values of one expert's part on a rank."""
+def mlp_matrices(spec: ModelSpec, parts: int, width: int | None = None, index: int = 0) -> Mapping[str, Matrix]:
+    """Part `index` of a gated MLP of `width` (default: the model's) that is cut over `parts` ranks."""
+    hidden, bias = spec.hidden_size, int(spec.mlp_bias)
+    cut = padded_slice(spec.intermediate_size if width is None else width, parts, index)
+    rows, columns = _gated_cuts(cut, cut.padded)
+    return {
+        "gate_up": Matrix(2 * cut.padded, hidden, bias * 2 * cut.padded, rows),
+        "down": Matrix(hidden, cut.padded, bias * hidden, columns),
+    }
+
+
+def expert_matrices(spec: ModelSpec, moe: MoESpec, tpf: int, activation_bytes: int, index: int) -> Mapping[str, Matrix]:
+    """One expert's part `index` of `tpf` on a rank."""
     step = _ALIGNED_BYTES // activation_bytes
-    local = padded_slice(moe.expert_width, tpf, 0).padded
-    return 3 * spec.hidden_size * (-(-local // step) * step)
+    cut = padded_slice(moe.expert_width, tpf, index)
+    local = -(-cut.padded // step) * step
+    rows, columns = _gated_cuts(cut, local)
+    return {
+        "gate_up": Matrix(2 * local, spec.hidden_size, cuts=rows),
+        "down": Matrix(spec.hidden_size, local, cuts=columns),
+    }
+
+
+def _gated_cuts(cut: Slice, local: int) -> tuple[tuple[Cut, ...], tuple[Cut, ...]]:
+    """Where the slices of gate and up, and that of down, begin; nothing where the slice is empty."""
+    if not cut.size:
+        return (), ()
+    return ((cut.start, 0, 0), (cut.start, local, 0)), ((0, 0, cut.start),)
 
 
 def norm_values(spec: ModelSpec) -> int:
@@ -122,27 +183,33 @@ def rank_weights(
     `num_layers` cuts a pipeline stage (the mean of the kinds of layers); `vocab_parts` is over how many ranks embedding
     and head are cut (default: all ranks of the layout).
     """
-    weight, dense = formats.weight_bytes, formats.activation_bytes
+    dense = formats.activation_bytes
     counts = layer_counts(spec)
     share = 1.0 if num_layers is None else num_layers / spec.num_layers
     vocab = padded_slice(spec.vocab_size, vocab_parts or layout.num_ranks, 0).padded
     tables = 1 if spec.tie_embeddings else 2
     ffn_ranks = layout.tpf * layout.ep
+    index = rank % ffn_ranks
     result = {
-        "attention": spec.num_layers * weight * sum(attention_matrices(spec, layout, choices).values()),
-        "mlp": counts["dense"] * weight * sum(mlp_matrices(spec, ffn_ranks).values()),
+        "attention": spec.num_layers * _bytes(attention_matrices(spec, layout, choices, rank), formats),
+        "mlp": counts["dense"] * _bytes(mlp_matrices(spec, ffn_ranks, index=index), formats),
         "norms": spec.num_layers * dense * norm_values(spec),
     }
     moe = spec.moe
     if moe is not None:
-        ep_rank = layout.coords(rank).ep_rank
-        held = uneven_slice(moe.num_experts, layout.ep, ep_rank).size
-        result["experts"] = counts["sparse"] * held * weight * expert_values(spec, moe, layout.tpf, dense)
+        at = layout.coords(rank)
+        held = uneven_slice(moe.num_experts, layout.ep, at.ep_rank).size
+        expert = expert_matrices(spec, moe, layout.tpf, dense, at.tpf_rank)
+        result["experts"] = counts["sparse"] * held * _bytes(expert, formats)
         result["router"] = counts["sparse"] * moe.num_experts * (dense * spec.hidden_size + 4 * moe.correction_bias)
         if moe.shared_width:
-            shared = mlp_matrices(spec, ffn_ranks, moe.shared_width)
-            result["shared_experts"] = counts["sparse"] * weight * sum(shared.values())
+            shared = mlp_matrices(spec, ffn_ranks, moe.shared_width, index)
+            result["shared_experts"] = counts["sparse"] * _bytes(shared, formats)
     whole = {"embedding": float(dense * tables * vocab * spec.hidden_size)}
     scaled = {name: share * value for name, value in result.items()}
     scaled["norms"] += dense * spec.hidden_size
     return RankWeights(**scaled, **whole)
+
+
+def _bytes(matrices: Mapping[str, Matrix], formats: Formats) -> float:
+    return sum(one.num_bytes(formats) for one in matrices.values())

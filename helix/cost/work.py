@@ -15,11 +15,12 @@ from helix.cost.choices import Formats, Placement, Workload
 from helix.cost.hardware import KernelKind
 from helix.cost.weights import (
     LayerKind,
+    Matrix,
     attention_matrices,
-    expert_values,
+    expert_matrices,
     mlp_matrices,
 )
-from helix.layout import PageRule, Slice, attention_shard, padded_slice, uneven_slice
+from helix.layout import PageRule, Slice, attention_shard, cache_token_bytes, padded_slice, uneven_slice
 from helix.model_spec import ModelSpec, MoESpec
 
 # Launches besides products, attention and experts, in a step of a few tokens. GQA: the norm; rotary, the heads' norms
@@ -66,7 +67,7 @@ def attention_work(spec: ModelSpec, placement: Placement, formats: Formats, work
     """Kernels of one layer's attention phase."""
     tokens = local_sequences(placement, workload)
     matrices = attention_matrices(spec, placement.layout, placement.choices)
-    products = [_product(name, values, tokens, formats) for name, values in matrices.items()]
+    products = [_product(name, matrix, tokens, formats) for name, matrix in matrices.items()]
     small = _small("attention", _ATTENTION_LAUNCHES)
     if spec.mla:
         small = _small("latent attention", _ATTENTION_LAUNCHES + (spec.mla.q_lora_rank is not None))
@@ -85,12 +86,11 @@ def attention_read(spec: ModelSpec, placement: Placement, formats: Formats, work
         width = spec.mla.kv_lora_rank + spec.mla.rope_dim
         flops = 2.0 * cached * shard.num_q * (width + spec.mla.kv_lora_rank)
         kind: KernelKind = "latent_attention"
-        values = cached * width
     else:
         flops = 4.0 * cached * shard.num_q * spec.head_dim
         kind = "attention"
-        values = cached * 2 * shard.num_kv * spec.head_dim
-    return Work("attention", kind, "cache", values * formats.cache_bytes, flops, formats.attention_products)
+    each = cache_token_bytes(spec, placement.layout, formats.cache_bytes, formats.activation_bytes)
+    return Work("attention", kind, "cache", cached * each, flops, formats.attention_products)
 
 
 def exchange_work(placement: Placement) -> list[Work]:
@@ -107,19 +107,20 @@ def ffn_work(
     if kind == "dense" or moe is None:
         products = mlp_matrices(spec, placement.ffn_ranks)
         return [
-            *(_product(name, values, tokens, formats) for name, values in products.items()),
+            *(_product(name, matrix, tokens, formats) for name, matrix in products.items()),
             _small("mlp", _MLP_LAUNCHES),
         ]
     layout = placement.layout
     hit = busiest_hits(moe, layout.ep, tokens, workload.routing)
-    expert = expert_values(spec, moe, layout.tpf, formats.activation_bytes)
+    expert = tuple(expert_matrices(spec, moe, layout.tpf, formats.activation_bytes, 0).values())
+    values = sum(one.values for one in expert)
     rows = tokens * moe.experts_per_token / layout.ep
     routed = Work(
         "experts",
         "few_experts" if tokens <= FEW_EXPERT_TOKENS else "experts",
         "weights",
-        hit * expert * formats.weight_bytes,
-        2.0 * max(rows, hit) * expert,
+        hit * sum(one.num_bytes(formats) for one in expert),
+        2.0 * max(rows, hit) * values,
         formats.products,
     )
     gate = moe.num_experts * spec.hidden_size
@@ -135,7 +136,7 @@ def ffn_work(
     work = [router, routed, _small("experts", _MOE_LAUNCHES)]
     if moe.shared_width:
         products = mlp_matrices(spec, placement.ffn_ranks, moe.shared_width)
-        work += [_product(f"shared_{name}", values, tokens, formats) for name, values in products.items()]
+        work += [_product(f"shared_{name}", matrix, tokens, formats) for name, matrix in products.items()]
         work.append(_small("shared", 1))
     return work
 
@@ -149,9 +150,9 @@ def head_work(spec: ModelSpec, placement: Placement, formats: Formats, workload:
     return [head, _small("embedding and head", 4)]
 
 
-def _product(name: str, values: int, tokens: int, formats: Formats) -> Work:
-    num_bytes = values * formats.weight_bytes
-    return Work(name, _linear_kind(tokens), "weights", num_bytes, 2.0 * tokens * values, formats.products)
+def _product(name: str, matrix: Matrix, tokens: int, formats: Formats) -> Work:
+    flops, used = 2.0 * tokens * matrix.values, matrix.product_format(formats)
+    return Work(name, _linear_kind(tokens), "weights", matrix.num_bytes(formats), flops, used)
 
 
 def _linear_kind(rows: int) -> KernelKind:

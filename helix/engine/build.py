@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from helix.cache.pools import build_cache, page_bytes
-from helix.capabilities import check_capabilities
+from helix.capabilities import check_capabilities, packs_on_gpu
 from helix.comm.group import Group
 from helix.comm.mesh import Mesh, build_mesh
 from helix.comm.world import World
@@ -26,13 +26,17 @@ from helix.layers.decoder import Decoder
 from helix.layout import Layout, PageRule, check_layout, with_defaults
 from helix.model_spec import ModelSpec
 from helix.planner.auto import choose_layout
-from helix.weights import dummy_weights, load_weights
+from helix.weights import Packing, dummy_weights, fp8_tensors, load_weights
 from model_zoo import load_spec, skipped_tensors, text_names
 from model_zoo.cards import load_card
 
 log = logging.getLogger("helix")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CACHE_DTYPES = DTYPES | {"float8": torch.float8_e4m3fn}
+
+# The first compute capability with FP8 products.
+FP8_CAPABILITY = (8, 9)
 
 # On a CPU the cache shares the memory with everything else on the machine, so only a quarter of what is free is taken.
 _CPU_SHARE = 0.25
@@ -67,7 +71,7 @@ def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) ->
         Not legal for this model, or for another number of ranks than were started.
     """
     if config.layout == "auto":
-        layout, reason = choose_layout(config, spec, num_ranks or 1, *_device_and_dtype(config, spec))
+        layout, reason = choose_layout(config, spec, num_ranks or 1, *_device_and_formats(config, spec))
         log.info("layout: auto -> %s (%s)", layout, reason)
         return layout
     sizes = {name: value for name, value in config.layout.model_dump().items() if value is not None}
@@ -76,12 +80,14 @@ def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) ->
     return layout
 
 
-def _device_and_dtype(config: RunConfig, spec: ModelSpec) -> tuple[str, str]:
-    """What the first device calls itself ("cpu" without one), and the name of the dtype that the weights get on it."""
+def _device_and_formats(config: RunConfig, spec: ModelSpec) -> tuple[str, str, str]:
+    """What the first device calls itself ("cpu" without one), and the names of the dtype of activations on it and of
+    the format of the layers' weights."""
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-    return name, str(resolve_dtype(config.model.dtype, spec, device)).removeprefix("torch.")
+    dtype = str(resolve_dtype(config.model.dtype, spec, device)).removeprefix("torch.")
+    return name, dtype, dtype if resolve_packing(config, spec, device) is None else "float8"
 
 
 def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
@@ -91,6 +97,40 @@ def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dty
     if device.type == "cpu" and spec.dtype == "float16":
         return torch.float32
     return DTYPES[spec.dtype]
+
+
+def resolve_packing(config: RunConfig, spec: ModelSpec, device: torch.device) -> Packing | None:
+    """Which weights are held in FP8 on `device`, or None.
+
+    Raises
+    ------
+    ConfigError
+        ``quantize: fp8`` on a GPU without FP8 products.
+    """
+    wanted, block = config.model.quantize, spec.fp8_block
+    if wanted == "none" or (wanted == "auto" and (block is None or device.type != "cuda" or not packs_on_gpu(block))):
+        return None
+    if (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) < FP8_CAPABILITY
+    ):
+        if wanted == "auto":
+            return None
+        raise ConfigError(
+            f"model.quantize=fp8: {torch.cuda.get_device_name(device)} has no FP8 products (compute capability 8.9 and "
+            "later have); use auto or none"
+        )
+    if block is None:
+        return Packing()
+    if wanted == "fp8" or config.model.load == "dummy":
+        return Packing(block)
+    return Packing(block, fp8_tensors(Path(str(config.model.path)), text_names(spec)))
+
+
+def resolve_cache_dtype(config: RunConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the cache; `auto` is that of the activations."""
+    return dtype if config.cache.dtype == "auto" else CACHE_DTYPES[config.cache.dtype]
 
 
 def resolve_context(config: RunConfig, spec: ModelSpec) -> int:
@@ -122,13 +162,14 @@ def build_core(
     device = world.device
     dtype = resolve_dtype(config.model.dtype, spec, device)
     mesh = build_mesh(layout, world) if mesh is None else mesh
-    model = Decoder(spec, mesh, config.comm, dtype=dtype, device=device)
+    packing = resolve_packing(config, spec, device)
+    model = Decoder(spec, mesh, config.comm, packing, dtype=dtype, device=device)
     _fill(model, spec, config, world, progress)
     rule = PageRule(config.cache.page_tokens, layout.kvp)
     max_context = resolve_context(config, spec)
-    cache_dtype = dtype if config.cache.dtype == "auto" else DTYPES[config.cache.dtype]
+    cache_dtype = resolve_cache_dtype(config, dtype)
     num_rows = _agree(
-        world.group, page_rows(config, spec, layout, rule, max_context, cache_dtype, device, world.local_size)
+        world.group, page_rows(config, spec, layout, rule, max_context, cache_dtype, dtype, device, world.local_size)
     )
     scheduler = Scheduler(
         rule=rule,
@@ -139,7 +180,7 @@ def build_core(
         prefix_reuse=config.cache.prefix_reuse,
         fixed_up_to=model.rotary.original_context if model.rotary.uses_length else None,
     )
-    cache = build_cache(spec, layout, mesh.rank, num_rows, rule.page_tokens, cache_dtype, device)
+    cache = build_cache(spec, layout, mesh.rank, num_rows, rule.page_tokens, cache_dtype, device, dtype)
     runner = Runner(
         model,
         cache,
@@ -169,12 +210,13 @@ def page_rows(
     layout: Layout,
     rule: PageRule,
     max_context: int,
+    cache_dtype: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
     ranks_here: int,
 ) -> int:
     """Page rows of this rank's pool, once its weights are loaded."""
-    row_bytes = page_bytes(spec, layout, rule.page_tokens, dtype.itemsize)
+    row_bytes = page_bytes(spec, layout, rule.page_tokens, cache_dtype.itemsize, dtype.itemsize)
     budget = cache_budget(config, device, ranks_here)
     rows = fitting_rows(config, rule, max_context, row_bytes, budget)
     if rows < 1:

@@ -17,17 +17,23 @@ from torch import Tensor
 
 from helix.kernels.append import append as append_twin
 from helix.kernels.attention import attend as attend_twin
+from helix.kernels.fp8 import Packed
+from helix.kernels.fp8 import linear_fp8 as linear_fp8_twin
+from helix.kernels.fp8_cache import Fp8Rows
+from helix.kernels.fp8_cache import append_fp8 as append_fp8_twin
 from helix.kernels.merge import merge as merge_twin
 from helix.kernels.norm import add_rms_norm as add_rms_norm_twin
 from helix.kernels.norm import rms_norm as rms_norm_twin
 
-__all__ = ["TWINS", "add_rms_norm", "append", "attend", "implementation", "merge", "rms_norm"]
+__all__ = ["TWINS", "add_rms_norm", "append", "attend", "implementation", "linear_fp8", "merge", "rms_norm"]
 
 TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "add_rms_norm": add_rms_norm_twin,
         "append": append_twin,
+        "append_fp8": append_fp8_twin,
         "attend": attend_twin,
+        "linear_fp8": linear_fp8_twin,
         "merge": merge_twin,
         "rms_norm": rms_norm_twin,
     }
@@ -39,7 +45,9 @@ _MODULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             {
                 "add_rms_norm": "helix.kernels.triton_norm",
                 "append": "helix.kernels.triton_append",
+                "append_fp8": "helix.kernels.triton_fp8_cache",
                 "attend": "helix.kernels.triton_attention",
+                "linear_fp8": "helix.kernels.triton_fp8_linear",
                 "merge": "helix.kernels.triton_merge",
                 "rms_norm": "helix.kernels.triton_norm",
             }
@@ -57,15 +65,16 @@ def implementation(operation: str, device_type: str) -> Callable[..., Any]:
     return function
 
 
-def append(pool_PB: Tensor, values_T: Tensor, slot_T: Tensor) -> None:
-    """See `helix.kernels.append.append`."""
-    implementation("append", pool_PB.device.type)(pool_PB, values_T, slot_T)
+def append(pool_PB: Tensor | Fp8Rows, values_T: Tensor, slot_T: Tensor) -> None:
+    """See `helix.kernels.append.append`, and `helix.kernels.fp8_cache.append_fp8` for a pool in FP8."""
+    operation = "append_fp8" if isinstance(pool_PB, Fp8Rows) else "append"
+    implementation(operation, pool_PB.device.type)(pool_PB, values_T, slot_T)
 
 
 def attend(
     q_THD: Tensor,
-    k_PBKD: Tensor,
-    v_PBKV: Tensor,
+    k_PBKD: Tensor | Fp8Rows,
+    v_PBKV: Tensor | Fp8Rows,
     page_table_SR: Tensor,
     query_start_S1: Tensor,
     visible_len_T: Tensor,
@@ -74,6 +83,12 @@ def attend(
     """See `helix.kernels.attention.attend`."""
     function = implementation("attend", q_THD.device.type)
     result: tuple[Tensor, Tensor] = function(q_THD, k_PBKD, v_PBKV, page_table_SR, query_start_S1, visible_len_T, scale)
+    return result
+
+
+def linear_fp8(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+    """See `helix.kernels.fp8.linear_fp8`."""
+    result: Tensor = implementation("linear_fp8", x.device.type)(x, weight, bias)
     return result
 
 

@@ -14,14 +14,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from helix.kernels.fp8_cache import Fp8Rows
+
 # Upper bound on the fp32 scores held at once; long prefill chunks are cut into blocks of query tokens.
 _SCORE_BYTES = 64 << 20
 
 
 def attend(
     q_THD: Tensor,
-    k_PBKD: Tensor,
-    v_PBKV: Tensor,
+    k_PBKD: Tensor | Fp8Rows,
+    v_PBKV: Tensor | Fp8Rows,
     page_table_SR: Tensor,
     query_start_S1: Tensor,
     visible_len_T: Tensor,
@@ -34,7 +36,8 @@ def attend(
     q_THD
         [T, H, D] queries; H is a multiple of K, head h reads KV head ``h // (H // K)``.
     k_PBKD, v_PBKV
-        [P, B, K, D] and [P, B, K, V] page pools. Slots that no query sees may hold anything, NaN included.
+        [P, B, K, D] and [P, B, K, V] page pools, both plain or both FP8. Slots that no query sees may hold anything,
+        NaN included.
     page_table_SR
         int [S, R] pages of each sequence in order; entries past the visible length are not read.
     query_start_S1
@@ -59,8 +62,8 @@ def attend(
         if longest == 0:
             continue
         pages = page_table_SR[sequence, : -(-longest // page_tokens)].long()
-        k_LKD = k_PBKD[pages].flatten(0, 1)[:longest].float()
-        v_LKV = v_PBKV[pages].flatten(0, 1)[:longest].float()
+        k_LKD = k_PBKD[pages].float().flatten(0, 1)[:longest]
+        v_LKV = v_PBKV[pages].float().flatten(0, 1)[:longest]
         block = max(_SCORE_BYTES // (4 * num_heads * longest), 1)
         for start in range(first, last, block):
             part = slice(start, min(start + block, last))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from helix.kernels.attention import attend
+from helix.kernels.fp8_cache import Fp8Rows
 from helix.kernels.merge import merge
 
 # Bound on the keys and values that are expanded at once.
@@ -23,7 +24,7 @@ BLOCK_BYTES = 256 << 20
 
 def attend_expanded(
     q_THQ: Tensor,
-    pool_PB1W: Tensor,
+    pool_PB1W: Tensor | Fp8Rows,
     w_uk_HNL: Tensor,
     w_uv_HVL: Tensor,
     page_table_SM: Tensor,
@@ -79,12 +80,14 @@ def attend_expanded(
     return out.to(q_THQ.dtype), lse
 
 
-def expand(latent_PB1W: Tensor, w_uk_HNL: Tensor, w_uv_HVL: Tensor) -> tuple[Tensor, Tensor]:
+def expand(latent_PB1W: Tensor | Fp8Rows, w_uk_HNL: Tensor, w_uv_HVL: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [P, B, H, N + R] and values [P, B, H, V] of latents [P, B, 1, L + R], in the dtype of the weights.
 
     Slots are independent: one that holds NaN gives NaN in its own key and value only.
     """
     num_heads, nope, latent_width = w_uk_HNL.shape
+    if isinstance(latent_PB1W, Fp8Rows):
+        latent_PB1W = latent_PB1W.float()
     latent_PB1W = latent_PB1W.to(w_uk_HNL.dtype)
     latent_PBL = latent_PB1W[:, :, 0, :latent_width]
     rope_PBHR = latent_PB1W[..., latent_width:].expand(-1, -1, num_heads, -1)

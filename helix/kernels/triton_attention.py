@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from helix.kernels import gluon_latent
+from helix.kernels.fp8_cache import Fp8Rows
 from helix.kernels.triton_paged import attend_runs, merge_runs, plan_blocks
 
 # Below this many query blocks every program can afford to look at the lengths of all of them.
@@ -77,8 +78,8 @@ def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared:
 
 def attend(
     q_THD: Tensor,
-    k_PBKD: Tensor,
-    v_PBKV: Tensor,
+    k_PBKD: Tensor | Fp8Rows,
+    v_PBKV: Tensor | Fp8Rows,
     page_table_SR: Tensor,
     query_start_S1: Tensor,
     visible_len_T: Tensor,
@@ -99,8 +100,8 @@ def attend_into(
     out_THV: Tensor,
     lse_TH: Tensor,
     q_THD: Tensor,
-    k_PBKD: Tensor,
-    v_PBKV: Tensor,
+    k_PBKD: Tensor | Fp8Rows,
+    v_PBKV: Tensor | Fp8Rows,
     page_table_SR: Tensor,
     query_start_S1: Tensor,
     visible_len_T: Tensor,
@@ -138,24 +139,30 @@ def attend_into(
     )
     numbers = (scale * _LOG2_E, call.num_blocks, call.num_sequences, call.num_workers, page_table_SR.stride(0))
     out_strides = (*out_THV.stride()[:2], *lse_TH.stride())
+    pools = _Pools.of(k_PBKD, v_PBKV, call.v_width if call.shared else 0)
     if call.tiling.roles:
         gluon_latent.attend_tiles(
-            q_THD, k_PBKD, tensors, (*numbers, *out_strides), call.constants(), call.options(), call.num_programs
+            q_THD, pools.k_PBKD, tensors, (*numbers, *out_strides), call.constants(), call.options(), call.num_programs
         )
     else:
         attend_runs[(call.num_programs,)](
             q_THD,
-            k_PBKD,
-            v_PBKV,
+            pools.k_PBKD,
+            pools.v_PBKV,
+            pools.tail_PBKR,
+            pools.k_scale,
+            pools.v_scale,
             *tensors,
             *numbers,
             *q_THD.stride()[:2],
-            *k_PBKD.stride()[1:3],
-            *v_PBKV.stride()[1:3],
+            *pools.k_PBKD.stride()[1:3],
+            *pools.v_PBKV.stride()[1:3],
+            *pools.tail_PBKR.stride()[1:3],
             *out_strides,
             **call.constants(),
             **call.options(),
             **call.widths(),
+            SCALED=isinstance(k_PBKD, Fp8Rows),
             PRECISION="ieee" if q_THD.dtype == torch.float32 else None,
             num_warps=call.tiling.warps,
             num_stages=call.tiling.stages,
@@ -194,6 +201,34 @@ def _launch_merge(call: _Call, tensors: tuple[Tensor, ...], out_strides: tuple[i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Pools:
+    """The pools as the kernel reads them; scales stand for nothing where rows are not FP8."""
+
+    k_PBKD: Tensor
+    v_PBKV: Tensor
+    tail_PBKR: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+    @classmethod
+    def of(cls, k_PBKD: Tensor | Fp8Rows, v_PBKV: Tensor | Fp8Rows, first: int) -> _Pools:
+        """`first`: so many values of a plain key are the value too, and the others its tail."""
+        if isinstance(k_PBKD, Fp8Rows) and isinstance(v_PBKV, Fp8Rows):
+            k, v, tail = k_PBKD.values_PBKD, v_PBKV.values_PBKD, k_PBKD.tail_PBKR
+            return cls(
+                k_PBKD=k,
+                v_PBKV=v,
+                tail_PBKR=k if tail is None else tail,
+                k_scale=k_PBKD.scale_PBK,
+                v_scale=v_PBKV.scale_PBK,
+            )
+        if isinstance(k_PBKD, Fp8Rows) or isinstance(v_PBKV, Fp8Rows):
+            raise TypeError("keys and values must both be plain or both FP8")
+        tail = k_PBKD[..., first:] if first < k_PBKD.shape[3] else k_PBKD
+        return cls(k_PBKD=k_PBKD, v_PBKV=v_PBKV, tail_PBKR=tail, k_scale=k_PBKD, v_scale=v_PBKV)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     """What of one call is known on the host."""
 
@@ -214,8 +249,8 @@ class _Call:
     def of(
         cls,
         q_THD: Tensor,
-        k_PBKD: Tensor,
-        v_PBKV: Tensor,
+        k_PBKD: Tensor | Fp8Rows,
+        v_PBKV: Tensor | Fp8Rows,
         query_start_S1: Tensor,
         tiling: Tiling | None,
         num_workers: int | None,
@@ -223,17 +258,21 @@ class _Call:
         num_tokens, num_heads, width = q_THD.shape
         _, page_tokens, kv_heads, v_width = v_PBKV.shape
         sequences, group = query_start_S1.shape[0] - 1, num_heads // kv_heads
-        for pool in (k_PBKD, v_PBKV):
+        scaled = isinstance(k_PBKD, Fp8Rows)
+        k, v = (pool.values_PBKD if isinstance(pool, Fp8Rows) else pool for pool in (k_PBKD, v_PBKV))
+        for pool in (k, v):
             if pool.stride(3) != 1 or pool.stride(0) != page_tokens * pool.stride(1):
                 raise ValueError(f"pages with strides {pool.stride()}: rows must be contiguous, and pages without gaps")
-        shared = v_width <= width and k_PBKD.data_ptr() == v_PBKV.data_ptr() and k_PBKD.stride() == v_PBKV.stride()
+        shared = v_width <= width and k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
         # Tokens of a sequence that are read together: as many as it has on average, so one each in a decode step.
         tokens = triton.next_power_of_2(triton.cdiv(num_tokens, sequences))
         if tiling is None:
             few = min(tokens, 128) * group
             roles = few <= _ROLES_ROWS and shared and num_tokens + sequences <= gluon_latent.MAX_BLOCKS
-            roles = roles and gluon_latent.fits(q_THD, k_PBKD)
-            tiling = choose_tiling(few, width, v_width, k_PBKD.element_size(), shared=shared, roles=roles)
+            roles = roles and not scaled and gluon_latent.fits(q_THD, k)
+            # FP8 rows take 16 bits in the products.
+            itemsize = q_THD.element_size() if scaled else k.element_size()
+            tiling = choose_tiling(few, width, v_width, itemsize, shared=shared, roles=roles)
         block_q = max(min(tokens, tiling.rows // group), 1)
         if num_workers is None:
             processors = torch.cuda.get_device_properties(q_THD.device).multi_processor_count

@@ -153,6 +153,36 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + token * C + column_c, sum_c, mask=column_c < C)
 
 
+def sort_pairs(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs sorted by expert, int32 [R], and where each expert's begin, int32 [experts + 1]; for contiguous ids."""
+    num_pairs = expert_Tk.numel()
+    if num_pairs > MAX_PAIRS:
+        raise ValueError(f"{num_pairs} pairs of token and expert; at most {MAX_PAIRS} can be ordered at once")
+    order = torch.empty(num_pairs + experts + 1, dtype=torch.int32, device=expert_Tk.device)
+    start = order[num_pairs:]
+    _order[(triton.cdiv(max(num_pairs, experts + 1), _BLOCK),)](
+        expert_Tk,
+        order,
+        start,
+        num_pairs,
+        E=experts,
+        R_PAD=max(triton.next_power_of_2(num_pairs), 64),
+        BLOCK=_BLOCK,
+    )
+    return order[:num_pairs], start
+
+
+def add_experts(part_RC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, experts: int) -> Tensor:
+    """The weighted sum of each token's parts, [T, C], of the experts below `experts`."""
+    (tokens, per_token), hidden = expert_Tk.shape, part_RC.shape[1]
+    out = part_RC.new_empty(tokens, hidden)
+    block = min(triton.next_power_of_2(hidden), 512)
+    _combine[(tokens, triton.cdiv(hidden, block))](
+        part_RC, expert_Tk, weight_Tk.contiguous(), out, E=experts, TOP=per_token, C=hidden, COLUMNS=block
+    )
+    return out
+
+
 def expert_products(
     x_TC: Tensor,
     expert_Tk: Tensor,
@@ -172,24 +202,11 @@ def expert_products(
     """
     (tokens, hidden), per_token = x_TC.shape, expert_Tk.shape[1]
     experts, width, num_pairs = down_ECW.shape[0], down_ECW.shape[2], tokens * per_token
-    out = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     if not tokens:
-        return out
-    if num_pairs > MAX_PAIRS:
-        raise ValueError(f"{num_pairs} pairs of token and expert; at most {MAX_PAIRS} can be ordered at once")
+        return torch.empty_like(x_TC)
     expert_Tk = expert_Tk.contiguous()
-    order = torch.empty(num_pairs + experts + 1, dtype=torch.int32, device=x_TC.device)
-    start = order[num_pairs:]
+    order, start = sort_pairs(expert_Tk, experts)
     between, part = x_TC.new_empty(num_pairs, width), x_TC.new_empty(num_pairs, hidden)
-    _order[(triton.cdiv(max(num_pairs, experts + 1), _BLOCK),)](
-        expert_Tk,
-        order,
-        start,
-        num_pairs,
-        E=experts,
-        R_PAD=max(triton.next_power_of_2(num_pairs), 64),
-        BLOCK=_BLOCK,
-    )
     sizes = {
         "C": hidden,
         "W": width,
@@ -204,8 +221,4 @@ def expert_products(
         x_TC.contiguous(), order, start, gate_up_EWC, between, TOP=per_token, **sizes
     )
     _down[(triton.cdiv(hidden, rows), experts)](between, order, start, down_ECW, part, **sizes)
-    block = min(triton.next_power_of_2(hidden), 512)
-    _combine[(tokens, triton.cdiv(hidden, block))](
-        part, expert_Tk, weight_Tk.contiguous(), out, E=experts, TOP=per_token, C=hidden, COLUMNS=block
-    )
-    return out
+    return add_experts(part, expert_Tk, weight_Tk, experts)

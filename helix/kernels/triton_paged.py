@@ -52,14 +52,16 @@ def _load_rows(pool, slot_n, stride, live_n, d_d, D: tl.constexpr):  # type: ign
 
 @triton.jit(do_not_specialize=["num_blocks", "num_sequences", "num_workers", "table_stride"])
 def attend_runs(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, visible_ptr, length_ptr, plan_ptr, out_ptr, lse_ptr, part_ptr,
-    part_lse_ptr, scale_log2, num_blocks, num_sequences, num_workers, table_stride, q_token_stride, q_head_stride,
-    k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, out_token_stride, out_head_stride, lse_token_stride,
-    lse_head_stride, G: tl.constexpr, K: tl.constexpr, D1: tl.constexpr, D1_PAD: tl.constexpr, D2: tl.constexpr,
-    D2_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, SHARED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_Q: tl.constexpr, HEAD_BLOCKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr,
-    PAD: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k2_ptr, k_scale_ptr, v_scale_ptr, table_ptr, start_ptr, visible_ptr, length_ptr, plan_ptr,
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, scale_log2, num_blocks, num_sequences, num_workers, table_stride,
+    q_token_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, k2_slot_stride,
+    k2_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride, G: tl.constexpr,
+    K: tl.constexpr, D1: tl.constexpr, D1_PAD: tl.constexpr, D2: tl.constexpr, D2_PAD: tl.constexpr, V: tl.constexpr,
+    V_PAD: tl.constexpr, SHARED: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr, PAD: tl.constexpr,
+    SPLIT: tl.constexpr, SWAP: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Workers' runs of tiles. SCALED: the pools are FP8, and a slot's scale multiplies its scores, or its weights."""
     worker = tl.program_id(0) // HEAD_BLOCKS
     head_block = tl.program_id(0) % HEAD_BLOCKS
     pad_b = tl.arange(0, PAD)
@@ -121,6 +123,7 @@ def attend_runs(  # type: ignore[no-untyped-def]
             visible_m = tl.load(visible_ptr + token_m, mask=valid_m, other=0).to(tl.int32)
         k_pool = k_ptr + kv_head.to(tl.int64) * k_head_stride
         v_pool = v_ptr + kv_head.to(tl.int64) * v_head_stride
+        k2_pool = k2_ptr + kv_head.to(tl.int64) * k2_head_stride
         peak_m = tl.full((M,), float("-inf"), tl.float32)
         sum_m = tl.zeros((M,), tl.float32)
         if SWAP:
@@ -134,17 +137,25 @@ def attend_runs(  # type: ignore[no-untyped-def]
             # The next tile's pages are asked for here, a tile ahead of the rows that they lead to.
             slot = _slots(table_row, t + 1, length, N, PAGE_TOKENS)
             k1_nd = _load_rows(k_pool, slot_n, k_slot_stride, live_n, d1_d, D1)
+            if SCALED:
+                k1_nd = k1_nd.to(q1_md.dtype)
+                k_scale_n = tl.load(k_scale_ptr + (slot_n * K + kv_head), mask=live_n, other=0.0)
+                v_scale_n = tl.load(v_scale_ptr + (slot_n * K + kv_head), mask=live_n, other=0.0)
             if SWAP:
                 score_nm = tl.dot(k1_nd, q1_md.T, input_precision=PRECISION)
             else:
                 score_mn = tl.dot(q1_md, k1_nd.T, input_precision=PRECISION)
+            if SCALED and SWAP:
+                score_nm *= k_scale_n[:, None]
+            elif SCALED:
+                score_mn *= k_scale_n[None, :]
             if D2 > 0:
-                k2_nd = _load_rows(k_pool + D1, slot_n, k_slot_stride, live_n, d2_d, D2)
+                k2_nd = _load_rows(k2_pool, slot_n, k2_slot_stride, live_n, d2_d, D2)
                 if SWAP:
                     score_nm = tl.dot(k2_nd, q2_md.T, score_nm, input_precision=PRECISION)
                 else:
                     score_mn = tl.dot(q2_md, k2_nd.T, score_mn, input_precision=PRECISION)
-            v_nv = k1_nd if SHARED else _load_rows(v_pool, slot_n, v_slot_stride, live_n, v_v, V)
+            v_nv = k1_nd if SHARED else _load_rows(v_pool, slot_n, v_slot_stride, live_n, v_v, V).to(q1_md.dtype)
             if SWAP:
                 seen_nm = position_n[:, None] < visible_m[None, :] if BLOCK_Q > 1 else live_n[:, None]
                 score_nm = tl.where(seen_nm, score_nm, float("-inf"))
@@ -153,6 +164,8 @@ def attend_runs(  # type: ignore[no-untyped-def]
                 weight_nm = tl.exp2(score_nm * scale_log2 - base_m[None, :])
                 decay_m = tl.exp2(peak_m * scale_log2 - base_m)
                 sum_m = sum_m * decay_m + tl.sum(weight_nm, 0)
+                if SCALED:
+                    weight_nm *= v_scale_n[:, None]
                 acc_vm = tl.dot(v_nv.T, weight_nm.to(v_nv.dtype), acc_vm * decay_m[None, :], input_precision=PRECISION)
             else:
                 seen_mn = position_n[None, :] < visible_m[:, None] if BLOCK_Q > 1 else live_n[None, :]
@@ -162,6 +175,8 @@ def attend_runs(  # type: ignore[no-untyped-def]
                 weight_mn = tl.exp2(score_mn * scale_log2 - base_m[:, None])
                 decay_m = tl.exp2(peak_m * scale_log2 - base_m)
                 sum_m = sum_m * decay_m + tl.sum(weight_mn, 1)
+                if SCALED:
+                    weight_mn *= v_scale_n[None, :]
                 acc_mv = tl.dot(weight_mn.to(v_nv.dtype), v_nv, acc_mv * decay_m[:, None], input_precision=PRECISION)
             peak_m = new_m
         if SWAP:

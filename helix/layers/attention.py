@@ -97,7 +97,7 @@ class Attention(nn.Module):
         heads_THD = self.qkv(x_TC).unflatten(-1, (-1, self.spec.head_dim))
         num_q, num_kv = self.num_asked, self.shard.num_kv
         interleaved = self.spec.rotary.interleaved
-        if heads_THD.is_cuda and self.q_norm is None:
+        if heads_THD.is_cuda and self.q_norm is None and isinstance(cache.k, Tensor) and isinstance(cache.v, Tensor):
             from helix.kernels.triton_heads import store_heads
 
             return store_heads(heads_THD, num_q, rotary, cache.k, cache.v, batch.slot_T, interleaved=interleaved)

@@ -27,6 +27,7 @@ from helix.layers.norm import RMSNorm
 from helix.layers.rotary import Rotary
 from helix.layout import padded_slice
 from helix.model_spec import ModelSpec
+from helix.weights import Packing, pack
 
 Tap = Callable[[int, Tensor], None]
 
@@ -82,14 +83,37 @@ class Block(nn.Module):
         return x_TC, self.ffn(normal_TC)
 
 
+def make_block(
+    index: int,
+    spec: ModelSpec,
+    mesh: Mesh,
+    comm: CommConfig,
+    packing: Packing | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Block:
+    """A `Block` whose weights are held in FP8 where `packing` says so; others never take memory in between."""
+    if packing is None:
+        return Block(index, spec, mesh, comm, dtype=dtype, device=device)
+    made = Block(index, spec, mesh, comm, dtype=dtype, device=torch.device("meta"))
+    pack(made, packing)
+    return made.to_empty(device=device)
+
+
 class Decoder(nn.Module):
-    """The whole model on one rank. ``forward`` gives hidden states, `logits` the head's output for chosen rows."""
+    """The whole model on one rank. ``forward`` gives hidden states, `logits` the head's output for chosen rows.
+
+    `packing` holds the layers' linear and expert weights in FP8; embedding, head, norms, router and the up-projections
+    of latent attention (folded into queries and values) stay in `dtype`.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         mesh: Mesh,
         comm: CommConfig,
+        packing: Packing | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -99,7 +123,7 @@ class Decoder(nn.Module):
         hidden = spec.hidden_size
         self.embed = Embedding("model.embed_tokens", vocab, hidden, mesh.world, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            Block(index, spec, mesh, comm, dtype=dtype, device=device) for index in range(spec.num_layers)
+            make_block(index, spec, mesh, comm, packing, dtype=dtype, device=device) for index in range(spec.num_layers)
         )
         self.norm = RMSNorm("model.norm", hidden, spec.norm_eps, dtype=dtype, device=device)
         tied = self.embed if spec.tie_embeddings else None

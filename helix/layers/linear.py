@@ -2,6 +2,7 @@
 
 What a rank holds is decided where a layer is built, by the pieces it passes; column- and row-parallel are only names
 for which dim the pieces cut (DeepSpeed's convention: column-parallel cuts the outputs, row-parallel the inputs).
+The weight may be held in FP8 (`helix.weights.packing`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from helix.weights import Piece
+from helix.kernels import linear_fp8
+from helix.weights import Packable, Piece
 
 
-class Linear(nn.Module):
+class Linear(Packable):
     """``x @ weight.T + bias`` with weight [outputs, inputs]; places that no piece covers are zero."""
+
+    packable = ("weight",)
 
     def __init__(
         self,
@@ -34,4 +38,7 @@ class Linear(nn.Module):
             self.declared["bias"] = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        packed = self.packed("weight")
+        if packed is not None:
+            return linear_fp8(x, packed, self.bias)
         return nn.functional.linear(x, self.weight, self.bias)

@@ -30,6 +30,7 @@ from helix.comm.mesh import Mesh
 from helix.config import CommConfig
 from helix.kernels import append, attend
 from helix.kernels.expanded import attend_expanded
+from helix.kernels.fp8_cache import Fp8Rows
 from helix.layers.batch import Batch
 from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
@@ -179,9 +180,11 @@ class LatentInputs(nn.Module):
         query_TGQ = apply_rotary(query_TGQ, *rotary, interleaved=self.interleaved, start=self.mla.nope_dim)
         return query_TGQ, latent_TW
 
-    def store(self, latent_TW: Tensor, rotary: tuple[Tensor, Tensor], pool_PB1W: Tensor, slot_T: Tensor) -> None:
+    def store(
+        self, latent_TW: Tensor, rotary: tuple[Tensor, Tensor], pool_PB1W: Tensor | Fp8Rows, slot_T: Tensor
+    ) -> None:
         """Norm the latents, rotate the part that all heads share, and append both to this rank's pages."""
-        if latent_TW.is_cuda:
+        if latent_TW.is_cuda and isinstance(pool_PB1W, Tensor):
             from helix.kernels.triton_latent import store_latents
 
             weight, eps = self.kv_norm.weight, self.kv_norm.eps

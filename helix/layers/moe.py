@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from helix.comm.mesh import Mesh
+from helix.kernels.fp8 import Packed, linear_fp8
 from helix.layers.dispatch import make_dispatch
 from helix.layers.mlp import ACTIVATIONS, MLP
 from helix.layers.router import Router
 from helix.layout import Slice, padded_slice, uneven_slice
 from helix.model_spec import ModelSpec
-from helix.weights import Piece, block
+from helix.weights import Packable, Packing, Piece, block
 
 # Up to here reading experts once for each token costs less than sorting the tokens by expert.
 FEW_TOKENS = 4
@@ -82,11 +83,14 @@ class MoE(nn.Module):
         return y_TC if self.shared.down_bias is None else y_TC + self.shared.down_bias
 
 
-class Experts(nn.Module):
+class Experts(Packable):
     """Experts `experts` of a layer, slice `width` of their width. ``forward`` is `expert_products` on them.
 
     The width is held in whole 16 bytes, which grouped products need of every stride; the places beyond are zero.
+    The stacks may be held in FP8, both or none.
     """
+
+    packable = ("gate_up", "down")
 
     def __init__(
         self,
@@ -115,7 +119,14 @@ class Experts(nn.Module):
         }
         self.activation = activation
 
+    def pack(self, packing: Packing) -> None:
+        if all(packing.takes(self.declared[name]) for name in self.packable):
+            super().pack(packing)
+
     def forward(self, x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
+        gate_up, down = self.packed("gate_up"), self.packed("down")
+        if gate_up is not None and down is not None:
+            return packed_products(x_TC, expert_Tk, weight_Tk, gate_up, down, self.activation)
         return expert_products(x_TC, expert_Tk, weight_Tk, self.gate_up, self.down, self.activation)
 
 
@@ -162,8 +173,28 @@ def expert_products(
     return products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
 
 
+def packed_products(
+    x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Packed, down_ECW: Packed, activation: str
+) -> Tensor:
+    """`expert_products` with stacks held in FP8, which are dequantised as they are used, never as a whole.
+
+    On a GPU `helix.kernels.triton_fp8_experts` reads each byte once for few tokens; elsewhere `products_by_loop`.
+    """
+    if x_TC.is_cuda and activation == "silu":
+        from helix.kernels import triton_fp8_experts
+
+        y_TC: Tensor = triton_fp8_experts.expert_products(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW)
+        return y_TC
+    return products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+
+
 def products_by_loop(
-    x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Tensor, down_ECW: Tensor, activation: str
+    x_TC: Tensor,
+    expert_Tk: Tensor,
+    weight_Tk: Tensor,
+    gate_up_EWC: Tensor | Packed,
+    down_ECW: Tensor | Packed,
+    activation: str,
 ) -> Tensor:
     """`expert_products` in plain PyTorch: rows sorted by expert, one expert after the other."""
     num_experts, per_token = gate_up_EWC.shape[0], expert_Tk.shape[1]
@@ -175,11 +206,17 @@ def products_by_loop(
     for expert, count in enumerate(counts[:num_experts]):
         if count:
             rows = slice(start, start + count)
-            gate, up = nn.functional.linear(x_TC[token_R[rows]], gate_up_EWC[expert]).chunk(2, dim=-1)
-            part = nn.functional.linear(ACTIVATIONS[activation](gate) * up, down_ECW[expert])
+            gate, up = _product(x_TC[token_R[rows]], gate_up_EWC[expert]).chunk(2, dim=-1)
+            part = _product(ACTIVATIONS[activation](gate) * up, down_ECW[expert])
             y_TC.index_add_(0, token_R[rows], part.float() * weight_R[rows].unsqueeze(1))
         start += count
     return y_TC.to(x_TC.dtype)
+
+
+def _product(x_RC: Tensor, weight_WC: Tensor | Packed) -> Tensor:
+    if isinstance(weight_WC, Packed):
+        return linear_fp8(x_RC, weight_WC)
+    return nn.functional.linear(x_RC, weight_WC)
 
 
 def products_grouped(

@@ -22,10 +22,11 @@ _BATCH = 8
 
 
 def choose_layout(
-    config: RunConfig, spec: ModelSpec, num_ranks: int, device_name: str, dtype: str
+    config: RunConfig, spec: ModelSpec, num_ranks: int, device_name: str, dtype: str, weights: str | None = None
 ) -> tuple[Layout, str]:
     """The layout for `num_ranks` devices that call themselves `device_name` ("cpu" for CPU ranks), and the reason.
 
+    `dtype` is that of activations, `weights` the format of the layers' weights where it is another.
     Priced at the longest context of the config. Layouts that do not fit the device come last; on a CPU, whose memory no
     card knows, all count as fitting. A device without a card: `default_layout`'s rule.
 
@@ -44,7 +45,7 @@ def choose_layout(
         batch=min(config.engine.max_batch, _BATCH), context=context, page_tokens=config.cache.page_tokens
     )
     cache = dtype if config.cache.dtype == "auto" else config.cache.dtype
-    formats = make_formats(dtype, cache)
+    formats = make_formats(weights or dtype, cache, dtype)
     priced = []
     for layout in layouts:
         placement = Placement(layout=layout, choices=choices_of(config.comm))

@@ -36,6 +36,7 @@ _BAR_AFTER_S = 1.0
 # What is asked where neither the command line nor a config says it.
 _GPUS, _CONTEXT, _PAGE_TOKENS = "8", "1M", 64
 _SUFFIXES = (".png", ".svg", ".pdf")
+_ALIASES = {"fp8": "float8", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp4": "float4"}
 
 
 def run_plan(options: PlanOptions, config: RunConfig | None = None) -> None:
@@ -104,8 +105,14 @@ def make_question(options: PlanOptions) -> Question:
         raise ConfigError(
             "helix plan needs --model: a model card (`helix models` lists them) or a checkpoint directory; or --config"
         )
-    spec = read_model(options.model)
-    weights = spec.dtype if options.weights == "auto" else options.weights
+    spec, hardware = read_model(options.model), load_hardware(options.hardware)
+    weights = _ALIASES.get(options.weights, options.weights)
+    if weights == "unquantised":
+        weights = spec.dtype
+    if weights == "auto":
+        # As the engine: FP8 weights stay FP8 on a device that has products for them.
+        weights = "float8" if spec.fp8_block and "float8" in hardware.products else spec.dtype
+    cache = None if options.cache == "auto" else _ALIASES.get(options.cache, options.cache)
     if options.batch is not None and options.batch < 1:
         raise ConfigError(f"--batch {options.batch} must be at least 1")
     if options.ttl_ms is not None and not options.ttl_ms > 0:
@@ -124,7 +131,7 @@ def make_question(options: PlanOptions) -> Question:
         batch=options.batch,
         ttl_us=None if options.ttl_ms is None else options.ttl_ms * 1e3,
         objective=cast(Objective, options.objective),
-        formats=make_formats(weights, None if options.cache == "auto" else options.cache),
+        formats=make_formats(weights, cache, spec.dtype if weights == "float8" else None),
         page_tokens=page_tokens,
         transport="symmetric" if direct else "collective",
     )

@@ -27,10 +27,19 @@ def options_from(config: RunConfig, options: PlanOptions) -> PlanOptions:
         model=options.model or str(config.model.card or config.model.path),
         gpus=options.gpus or (None if layout is None else str(layout.num_ranks)),
         context=options.context or (None if context == "auto" else str(context)),
-        weights=options.weights if options.weights != "auto" else config.model.dtype,
+        weights=options.weights if options.weights != "auto" else _weights(config),
         cache=options.cache if options.cache != "auto" else config.cache.dtype,
         page_tokens=options.page_tokens or config.cache.page_tokens,
     )
+
+
+def _weights(config: RunConfig) -> str:
+    """The format of the weights that `config` asks for, in the words of ``--weights``."""
+    if config.model.quantize == "fp8":
+        return "float8"
+    if config.model.quantize == "none" and config.model.dtype == "auto":
+        return "unquantised"
+    return config.model.dtype
 
 
 def own_text(plan: Plan, config: RunConfig) -> str:

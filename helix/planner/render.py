@@ -209,19 +209,23 @@ def plan_to_yaml(plan: Plan) -> str:
     Raises
     ------
     ConfigError
-        The weights' format is one that the engine does not hold.
+        The weights' or the cache's format is one that the engine does not hold.
     """
     question = plan.question
-    if question.formats.weights not in ("bfloat16", "float16", "float32", "float8"):
-        raise ConfigError(f"--yaml: this engine does not hold weights as {question.formats.weights}")
+    for what, name in (("weights", question.formats.weights), ("the cache", question.formats.cache)):
+        if name not in ("bfloat16", "float16", "float32", "float8"):
+            raise ConfigError(f"--yaml: this engine does not hold {what} as {name}")
     runs = next(one for one in plan.ranked if one.candidate.scheme in ("helix", "tp"))
     layout, choices = runs.candidate.placement.layout, runs.candidate.placement.choices
     directory = Path(question.model).is_dir()
     model: dict[str, Any] = {"path": question.model} if directory else {"card": question.model, "load": "dummy"}
     if question.formats.weights == "float8":
-        model["keep_fp8"] = True
+        model["quantize"] = "auto" if question.spec.fp8_block else "fp8"
     elif question.formats.weights != question.spec.dtype:
         model["dtype"] = question.formats.weights
+    cache: dict[str, Any] = {"page_tokens": question.page_tokens, "memory_fraction": question.memory_fraction}
+    if question.formats.cache != question.formats.activations:
+        cache["dtype"] = question.formats.cache
     comm: dict[str, Any] = {"overlap": choices.overlap if choices.overlap > 1 else "off"}
     comm["query"] = choices.query
     if question.spec.mla:
@@ -231,7 +235,7 @@ def plan_to_yaml(plan: Plan) -> str:
     tree = {
         "model": model,
         "layout": layout_dict(layout),
-        "cache": {"page_tokens": question.page_tokens, "memory_fraction": question.memory_fraction},
+        "cache": cache,
         "comm": comm,
         "engine": {
             "max_batch": max(min(runs.concurrency, 256), runs.cost.batch),

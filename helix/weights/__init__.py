@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from helix.weights.checkpoint import Checkpoint, TensorHeader, open_checkpoint
 from helix.weights.dummy import dummy_weights
-from helix.weights.load import LoadReport, check_checkpoint, load_weights
+from helix.weights.load import LoadReport, check_checkpoint, fp8_tensors, load_weights
+from helix.weights.packing import Held, Packable, Packing, held_in_fp8, pack
 from helix.weights.pieces import (
     Declaration,
     Piece,
@@ -26,7 +27,10 @@ from helix.weights.pieces import (
 __all__ = [
     "Checkpoint",
     "Declaration",
+    "Held",
     "LoadReport",
+    "Packable",
+    "Packing",
     "Piece",
     "TensorHeader",
     "block",
@@ -35,8 +39,11 @@ __all__ = [
     "declare",
     "declared_names",
     "dummy_weights",
+    "fp8_tensors",
+    "held_in_fp8",
     "load_weights",
     "open_checkpoint",
+    "pack",
     "padding_size",
     "rows",
     "weight_bytes",

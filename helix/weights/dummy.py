@@ -13,10 +13,12 @@ from math import prod, sqrt
 import torch
 from torch import Tensor, nn
 
-from helix.weights.load import SCALE_SUFFIX
+from helix.weights.packing import held_in_fp8
 from helix.weights.pieces import Piece, declare, padding_size
 
 STANDARD_DEVIATION = 0.02
+# Of dummy FP8 weights: their values are normal with deviation 10, far inside e4m3's range of 448.
+FP8_SCALE = 2.0**-9
 # Values hashed at a time: few launches on a GPU; what stays in a core's cache on the CPU (three times faster there).
 CHUNK_VALUES = 1 << 24
 CPU_CHUNK_VALUES = 1 << 16
@@ -25,26 +27,28 @@ CPU_CHUNK_VALUES = 1 << 16
 def dummy_weights(model: nn.Module, seed: int, *, progress: Callable[[str, int], None] | None = None) -> None:
     """Fill everything that `model` declares with values of a normal distribution of deviation 0.02, on its device.
 
-    Norm weights and FP8 block scales become one, padding zero. `progress` is called as (parameter name, bytes filled)
-    after each parameter.
+    Norm weights become one, padding zero; weights held in FP8 get scales of a power of two that puts their values in
+    e4m3's range. `progress` is called as (parameter name, bytes filled) after each parameter.
 
     Raises ValueError where the declarations are wrong (see `declare`) or parameters are on the meta device.
     """
     with torch.inference_mode():
+        scales = {id(one.packed.values): one.packed.scale.fill_(FP8_SCALE) for one in held_in_fp8(model)}
         for name, tensor, pieces in declare(model):
             if tensor.is_meta:
                 raise ValueError(f"{name} is on the meta device and cannot be filled; materialise the model first")
             if padding_size(tensor, pieces):
                 tensor.zero_()
+            factor = 1 / FP8_SCALE if id(tensor) in scales else 1.0
             for piece in pieces:
-                _fill_random(piece.view(tensor), piece, seed)
+                _fill_random(piece.view(tensor), piece, seed, factor)
             if progress is not None:
                 progress(name, tensor.numel() * tensor.element_size())
 
 
-def _fill_random(target: Tensor, piece: Piece, seed: int) -> None:
-    """Fill the view `target` of a parameter, which has the piece's size."""
-    if piece.name.endswith(("norm.weight", SCALE_SUFFIX)):
+def _fill_random(target: Tensor, piece: Piece, seed: int, factor: float) -> None:
+    """Fill the view `target` of a parameter, which has the piece's size, with `factor` times its values."""
+    if piece.name.endswith("norm.weight"):
         target.fill_(1.0)
         return
     if not piece.numel:
@@ -60,7 +64,7 @@ def _fill_random(target: Tensor, piece: Piece, seed: int) -> None:
     for start in range(first, last, step):
         stop = min(start + step, last)
         hashed = _place_hash(((start, stop), *rest), keys, target.device)
-        target[start - first : stop - first].copy_(_normal(hashed))
+        target[start - first : stop - first].copy_(_normal(hashed).mul_(factor))
 
 
 def _dim_keys(seed: int, name: str, count: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Fills the parameters of one rank from safetensors files, reading only the slices that it declares.
 
 Plan first, from headers alone (`check_checkpoint`), then read (`load_weights`): files in order, each once, one slice in
-memory at a time. Block-quantised FP8 weights are dequantised while a slice is read.
+memory at a time. Block-quantised FP8 weights stay as they are where the parameter is FP8 (`helix.weights.packing`) and
+are dequantised while a slice is read where it is not; other weights are quantised for an FP8 parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from helix.errors import CheckpointError
+from helix.kernels.fp8 import quantise
 from helix.weights.checkpoint import Checkpoint, Reader, TensorHeader, listing, open_checkpoint, open_file, read_slice
+from helix.weights.packing import Held, held_in_fp8, place_scales
 from helix.weights.pieces import Declaration, Piece, Range, declare, padding_size
 
 Ignore: TypeAlias = Sequence[str] | Callable[[str], bool]
@@ -55,6 +58,10 @@ class _Scale:
     header: TensorHeader
     block_size: tuple[int, ...]
 
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.block_size[-2], self.block_size[-1]
+
     def source(self, piece: Piece) -> tuple[Range, ...]:
         """The scales that cover the piece's rectangle, blocks that it cuts included."""
         return tuple(
@@ -67,13 +74,24 @@ class _Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fill:
-    """One piece to read into one parameter, dequantised where it has a scale."""
+    """One piece to read into one parameter: `scale` where the tensor is FP8, `held` where the parameter is."""
 
     parameter_name: str
     parameter: Tensor
     piece: Piece
     header: TensorHeader
     scale: _Scale | None
+    held: Held | None
+
+    @property
+    def source(self) -> tuple[Range, ...]:
+        """What is read of the tensor: the piece, and the rest of the blocks it cuts where it is to be quantised."""
+        if self.held is None or self.scale is not None:
+            return self.piece.source
+        return tuple(
+            (start - start % size, min(-(-stop // size) * size, end))
+            for (start, stop), size, end in zip(self.piece.source, self.held.block, self.header.shape, strict=True)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +99,7 @@ class _Fill:
         if not self.piece.numel:
             return 0
         scale_bytes = self.scale.num_bytes(self.piece) if self.scale else 0
-        return self.piece.numel * VALUE_BYTES[self.header.dtype] + scale_bytes
+        return prod(stop - start for start, stop in self.source) * VALUE_BYTES[self.header.dtype] + scale_bytes
 
 
 def check_checkpoint(
@@ -91,12 +109,19 @@ def check_checkpoint(
     ignore: Ignore = (),
     known: frozenset[str] | None = None,
     rename: Callable[[str], str] | None = None,
+    held: Iterable[Held] = (),
 ) -> LoadReport:
     """Everything that `load_weights` checks before it reads, from headers alone; parameters may be on the meta device.
 
-    Arguments and errors are those of `load_weights`. The report says what a load would read.
+    Arguments and errors are those of `load_weights`; `held` are the FP8 parameters among the declarations
+    (`held_in_fp8`). The report says what a load would read.
     """
-    return _plan(tuple(declarations), open_checkpoint(directory, rename), ignore, known)[1]
+    return _plan(tuple(declarations), held, open_checkpoint(directory, rename), ignore, known)[1]
+
+
+def fp8_tensors(directory: Path, rename: Callable[[str], str] | None = None) -> frozenset[str]:
+    """Names, through `rename`, of the tensors that the checkpoint in `directory` stores in FP8. Reads headers only."""
+    return frozenset(name for name, header in open_checkpoint(directory, rename).tensors.items() if header.dtype == FP8)
 
 
 def load_weights(
@@ -121,8 +146,8 @@ def load_weights(
         rename: maps a tensor's name in the files to the name that the pieces use.
 
     An FP8 tensor needs block scales in ``<name>_scale_inv`` and ``quantization_config.weight_block_size`` in
-    config.json. It is dequantised, unless the parameter is FP8 itself: then the values are copied as they are and the
-    layer declares the scales as a parameter of its own.
+    config.json. It is dequantised, unless the parameter is held in FP8 itself: then values and scales are copied as
+    they are. Other tensors are quantised for such a parameter.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, a tensor is missing, misshapen, extra, there twice, or
@@ -135,11 +160,14 @@ def load_weights(
         raise ValueError(
             f"parameters on the meta device cannot be filled, materialise them first: {listing(on_meta, 3)}"
         )
-    fills, report = _plan(declarations, open_checkpoint(directory, rename), ignore, known)
+    held = tuple(held_in_fp8(model))
+    fills, report = _plan(declarations, held, open_checkpoint(directory, rename), ignore, known)
     with torch.inference_mode(), ExitStack() as stack:
         for _, tensor, pieces in declarations:
             if padding_size(tensor, pieces):
                 tensor.zero_()
+        for one in held:
+            one.packed.scale.zero_()
         scale_readers: dict[Path, Reader] = {}
         for file, in_file in groupby(fills, key=lambda fill: fill.header.file):
             with open_file(file) as reader:
@@ -151,7 +179,11 @@ def load_weights(
 
 
 def _plan(
-    declarations: tuple[Declaration, ...], checkpoint: Checkpoint, ignore: Ignore, known: frozenset[str] | None
+    declarations: tuple[Declaration, ...],
+    held: Iterable[Held],
+    checkpoint: Checkpoint,
+    ignore: Ignore,
+    known: frozenset[str] | None,
 ) -> tuple[list[_Fill], LoadReport]:
     """All fills in the order of files and offsets, after every check that headers allow."""
     wanted: dict[str, list[tuple[str, Tensor, Piece]]] = {}
@@ -160,10 +192,14 @@ def _plan(
             wanted.setdefault(piece.name, []).append((parameter_name, tensor, piece))
     known = frozenset(wanted) | (known or frozenset())
     _check_missing(known, checkpoint)
+    in_fp8 = {id(one.packed.values): one for one in held}
     fills: list[_Fill] = []
     for name, header in checkpoint.tensors.items():
-        fills.extend(_make_fill(checkpoint, header, *entry) for entry in wanted.get(name, ()))
-    ignored = _check_extra(fills, checkpoint, ignore, known)
+        fills.extend(
+            _make_fill(checkpoint, header, parameter_name, tensor, piece, in_fp8.get(id(tensor)))
+            for parameter_name, tensor, piece in wanted.get(name, ())
+        )
+    ignored = _check_extra(checkpoint, ignore, known)
     report = LoadReport(
         num_files=len({fill.header.file for fill in fills}),
         num_tensors=len(wanted),
@@ -187,15 +223,14 @@ def _check_missing(known: frozenset[str], checkpoint: Checkpoint) -> None:
     )
 
 
-def _check_extra(fills: list[_Fill], checkpoint: Checkpoint, ignore: Ignore, known: frozenset[str]) -> tuple[str, ...]:
+def _check_extra(checkpoint: Checkpoint, ignore: Ignore, known: frozenset[str]) -> tuple[str, ...]:
     """Names that `ignore` matched; CheckpointError where a tensor is neither used by any rank nor ignored."""
-    kept_fp8 = {fill.piece.name for fill in fills if fill.parameter.dtype is torch.float8_e4m3fn}
     ignored: list[str] = []
     extra: list[str] = []
     for name, header in checkpoint.tensors.items():
         weight = name.removesuffix(SCALE_SUFFIX)
         is_scale = weight != name and weight in known and checkpoint.tensors[weight].dtype == FP8
-        if name in known or (is_scale and weight not in kept_fp8):
+        if name in known or is_scale:
             continue
         (ignored if _is_ignored(header.name, ignore) else extra).append(header.name)
     if extra:
@@ -223,7 +258,12 @@ def _quantization_hint(checkpoint: Checkpoint) -> str:
 
 
 def _make_fill(
-    checkpoint: Checkpoint, header: TensorHeader, parameter_name: str, parameter: Tensor, piece: Piece
+    checkpoint: Checkpoint,
+    header: TensorHeader,
+    parameter_name: str,
+    parameter: Tensor,
+    piece: Piece,
+    held: Held | None,
 ) -> _Fill:
     """One fill, after checking shape and dtype of its tensor."""
     where = f"{header.file}: tensor {header.name}"
@@ -239,14 +279,10 @@ def _make_fill(
             f"{where} has dtype {header.dtype}, which cannot fill {parameter_name} ({parameter.dtype}); expected one "
             f"of {', '.join(VALUE_BYTES)}{_quantization_hint(checkpoint)}"
         )
-    if parameter.dtype is torch.float8_e4m3fn and header.dtype != FP8:
-        raise CheckpointError(
-            f"{where} has dtype {header.dtype}, but {parameter_name} keeps FP8 weights and needs {FP8}; load it into "
-            "bfloat16 instead"
-        )
-    dequantise = header.dtype == FP8 and parameter.dtype is not torch.float8_e4m3fn
-    scale = _find_scale(checkpoint, header, piece) if dequantise else None
-    return _Fill(parameter_name=parameter_name, parameter=parameter, piece=piece, header=header, scale=scale)
+    if (parameter.dtype is torch.float8_e4m3fn) != (held is not None):
+        raise ValueError(f"{parameter_name} has dtype {parameter.dtype}; FP8 parameters are those that `pack` made")
+    scale = _find_scale(checkpoint, header, piece) if header.dtype == FP8 else None
+    return _Fill(parameter_name=parameter_name, parameter=parameter, piece=piece, header=header, scale=scale, held=held)
 
 
 def _find_scale(checkpoint: Checkpoint, header: TensorHeader, piece: Piece) -> _Scale:
@@ -277,24 +313,33 @@ def _find_scale(checkpoint: Checkpoint, header: TensorHeader, piece: Piece) -> _
 
 
 def _read(fill: _Fill, reader: Reader, others: dict[Path, Reader], stack: ExitStack) -> int:
-    """Copy one slice into its place: moved to the device, dequantised where it has scales, cast. Returns bytes read.
+    """Copy one slice into its place: moved to the device, (de)quantised where it has to be, cast. Returns bytes read.
 
     Scales may lie in another shard than `reader`'s; that one stays open in `others` until `stack` closes.
     """
     if not fill.piece.numel:
         return 0
     target = fill.piece.view(fill.parameter)
-    part = read_slice(reader, fill.header, fill.piece.source)
-    if fill.scale is not None:
+    part = read_slice(reader, fill.header, fill.source)
+    if fill.scale is None:
+        if fill.held is not None:
+            _quantise(fill, fill.held, part)
+            return fill.num_bytes
+    else:
         file = fill.scale.header.file
         if file != fill.header.file:
             if file not in others:
                 others[file] = stack.enter_context(open_file(file))
             reader = others[file]
         scales = read_slice(reader, fill.scale.header, fill.scale.source(fill.piece))
+        scales = scales.to(target.device).to(torch.float32)
         # FP8 travels to the device as it is; only there it grows to fp32.
-        part = part.to(target.device).to(torch.float32)
-        _multiply_blocks(part, scales.to(target.device).to(torch.float32), fill.piece.source, fill.scale.block_size)
+        part = part.to(target.device)
+        if fill.held is not None:
+            place_scales(scales, fill.piece, fill.scale.block, fill.held.packed)
+        else:
+            part = part.to(torch.float32)
+            _multiply_blocks(part, scales, fill.piece.source, fill.scale.block_size)
     target.copy_(part)
     if target.dtype is torch.float16 and not torch.isfinite(target).all():
         raise CheckpointError(
@@ -302,6 +347,23 @@ def _read(fill: _Fill, reader: Reader, others: dict[Path, Reader], stack: ExitSt
             "set model.dtype to bfloat16 or float32"
         )
     return fill.num_bytes
+
+
+def _quantise(fill: _Fill, held: Held, part: Tensor) -> None:
+    """Fill a rectangle of an FP8 parameter and its scales from `part`, whole blocks in another format."""
+    target = fill.piece.view(fill.parameter)
+    values, scales = quantise(part.to(target.device).to(torch.float32), held.block)
+    if not torch.isfinite(scales).all():
+        raise CheckpointError(
+            f"{fill.header.file}: tensor {fill.header.name} ({fill.header.dtype}) holds values that are not finite, "
+            "which FP8 cannot; set model.quantize to none"
+        )
+    cut = tuple(
+        slice(start - whole, stop - whole)
+        for (start, stop), (whole, _) in zip(fill.piece.source, fill.source, strict=True)
+    )
+    target.copy_(values[cut])
+    place_scales(scales, fill.piece, held.block, held.packed)
 
 
 def _multiply_blocks(part: Tensor, scales: Tensor, source: tuple[Range, ...], block_size: tuple[int, ...]) -> None:

@@ -38,7 +38,7 @@ MEMORY = {
     "deepseek-r1-h200x8": 139,
     "deepseek-r1-x64": 37,
     "deepseek-v2-lite-h200x2": 22,
-    "kimi-k2-x16": 139,
+    "kimi-k2-x16": 74,
     "llama-3.1-405b-h200x8": 139,
     "llama-3.1-405b-x64": 29,
     "qwen3-235b-h200x8": 139,

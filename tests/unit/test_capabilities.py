@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ README = Path(__file__).parents[2] / "README.md"
         ("llama-3.1-8b", {"comm": {"exchange_space": "value"}}, "comm.exchange_space=value"),
         ("llama-3.1-8b", {"comm": {"dispatch": "alltoall"}}, "comm.dispatch=alltoall"),
         ("llama-3.1-8b", {"engine": {"graphs": "on"}}, "engine.graphs=on"),
-        ("deepseek-r1", {"model": {"keep_fp8": True}}, "model.keep_fp8=true"),
     ],
 )
 def test_refused_before_anything_starts(card: str, sections: dict[str, dict[str, Any]], words: str) -> None:
@@ -45,6 +45,14 @@ def test_several_problems_are_all_named() -> None:
 def test_what_works_passes() -> None:
     comm = {"query": "gather", "exchange_space": "value", "dispatch": "alltoall", "merge": "ag_rs", "overlap": "off"}
     check_capabilities(make_config(None, model={"card": "deepseek-r1"}, comm=comm), load_card("deepseek-r1"), "cpu")
+
+
+def test_blocks_that_no_kernel_reads_are_refused_on_a_gpu_only() -> None:
+    spec = replace(load_card("deepseek-r1"), fp8_block=(128, 96))
+    config = make_config(None, model={"card": "deepseek-r1", "load": "dummy", "quantize": "fp8"})
+    check_capabilities(config, spec, "cpu")
+    with pytest.raises(ConfigError, match=r"model\.quantize=fp8: the checkpoint's blocks of \[128, 96\]"):
+        check_capabilities(config, spec, "cuda")
 
 
 def test_readme_prints_this_table() -> None:

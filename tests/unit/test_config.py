@@ -65,7 +65,7 @@ def test_defaults_are_the_documented_ones() -> None:
             "dtype": "auto",
             "load": "safetensors",
             "num_layers": None,
-            "keep_fp8": False,
+            "quantize": "auto",
         },
         "layout": "auto",
         "cache": {
@@ -299,7 +299,7 @@ WRONG = [
     ("cache", "memory_fraction", float("nan"), ["not a finite number"]),
     ("cache", "memory_fraction", "0.9", ["write 0.9 without quotes"]),
     ("cache", "memory_fraction", "1e-1", ["YAML reads 1e-1 as text", "write 0.1"]),
-    ("cache", "dtype", "bfloat", ['"bfloat" is not known, did you mean bfloat16?', "float16 or float32"]),
+    ("cache", "dtype", "bfloat", ['"bfloat" is not known, did you mean bfloat16?', "float32 or float8"]),
     ("cache", "prefix_reuse", 1, ["1 is a number", "true or false"]),
     ("cache", "prefix_reuse", "true", ['"true" is text', "write true without quotes"]),
     ("comm", "merge", "a2b", ['"a2b" is not known', "did you mean a2a?", "a2a or ag_rs"]),
@@ -541,7 +541,9 @@ def settings_strategy() -> st.SearchStrategy[dict[str, Any]]:
         "server": {"host": text, "port": st.integers(1, 65535), "api_key": st.none() | text},
     }
     sections = {name: st.fixed_dictionaries({}, optional=keys) for name, keys in optional.items()}
-    model = st.fixed_dictionaries({"card": text}, optional={"dtype": dtype, "keep_fp8": st.booleans()})
+    model = st.fixed_dictionaries(
+        {"card": text}, optional={"dtype": dtype, "quantize": st.sampled_from(["auto", "none", "fp8"])}
+    )
     layout = st.just("auto") | st.builds(lambda d, flag: {**d, "duplicate_kv": flag}, sizes, st.booleans())
     return st.fixed_dictionaries({"model": model, "layout": layout, **sections})
 

@@ -13,11 +13,13 @@ from helix.cache.pools import page_bytes
 from helix.check import rank_weight_bytes
 from helix.config import CommConfig
 from helix.cost.choices import Choices, Placement, Workload, make_formats
-from helix.cost.memory import page_row_bytes
+from helix.cost.hardware import load_hardware
+from helix.cost.memory import memory, page_row_bytes
 from helix.cost.step import layer_messages
 from helix.cost.weights import rank_weights
 from helix.layout import Layout, layout_problem, legal_layouts
 from helix.model_spec import ModelSpec
+from helix.weights import Packing
 from model_zoo import spec_from_config
 from model_zoo.cards import load_card
 from tests.ranks import RankPool
@@ -65,6 +67,33 @@ def test_weights_of_real_models(card: str, num_ranks: int) -> None:
         for choices in ways(spec):
             held = rank_weight_bytes(spec, layout, 0, CommConfig(**comm_of(choices)), torch.bfloat16)
             assert rank_weights(spec, layout, choices, BF16).total == held, (layout, choices)
+
+
+@pytest.mark.parametrize(
+    "card", ["deepseek-r1", "deepseek-v2-lite", "llama-3.1-405b", "qwen3-235b-a22b", "smollm2-135m"]
+)
+def test_fp8_weights_of_real_models(card: str) -> None:
+    """With scales, repeated where slices cut a block; the last rank of 48 holds other cuts than the first."""
+    spec, formats = load_card(card), make_formats("float8", activations="bfloat16")
+    for num_ranks in (1, 6, 8, 48):
+        layouts = list(legal_layouts(spec, num_ranks))
+        for layout in {*layouts[:1], *layouts[-2:]}:
+            for choices, rank in product(ways(spec)[::3], {0, num_ranks - 1}):
+                comm = CommConfig(**comm_of(choices))
+                held = rank_weight_bytes(spec, layout, rank, comm, torch.bfloat16, Packing())
+                assert rank_weights(spec, layout, choices, formats, rank=rank).total == held, (layout, choices, rank)
+
+
+def test_r1_fits_eight_h200() -> None:
+    """FP8 weights of all 61 layers beside a cache of more than a million tokens; in bfloat16 they do not fit."""
+    spec, hardware = load_card("deepseek-r1"), load_hardware("h200-sxm")
+    placement = Placement(layout=Layout(kvp=8, tpf=1, ep=8))
+    workload = Workload(batch=1, context=1 << 20)
+    fits = {
+        name: memory(spec, placement, make_formats(name, "bfloat16"), hardware, workload).fits
+        for name in ("float8", "bfloat16")
+    }
+    assert fits == {"float8": True, "bfloat16": False}
 
 
 def test_weights_of_the_duplicating_baseline() -> None:

@@ -41,7 +41,8 @@ def weights_us(layout: Layout, choices: Choices | None = None) -> float:
     choices = choices or Choices()
     matrices = attention_matrices(FIGURE_1, layout, choices)
     as_printed = FIGURE_1.hidden_size * FIGURE_1.num_heads * FIGURE_1.head_dim // layout.tpa
-    values = matrices["qkv"] + as_printed + sum(mlp_matrices(FIGURE_1, layout.tpf * layout.ep).values())
+    mlp = mlp_matrices(FIGURE_1, layout.tpf * layout.ep)
+    values = matrices["qkv"].values + as_printed + sum(one.values for one in mlp.values())
     return values * 0.5 / BYTES_PER_US
 
 
@@ -73,7 +74,7 @@ def test_figure_1_totals() -> None:
 
 def test_output_projection_is_cut_over_all_ranks() -> None:
     layout = Layout(kvp=8, tpa=8, tpf=64)
-    assert attention_matrices(FIGURE_1, layout, Choices())["out"] == 16384 * 16384 // 64
+    assert attention_matrices(FIGURE_1, layout, Choices())["out"].values == 16384 * 16384 // 64
 
 
 def test_exchange_sizes() -> None:
@@ -98,7 +99,7 @@ def test_kv_of_one_long_request(card: str, kvp: int, gigabytes: float) -> None:
 def test_replicated_mla_weights() -> None:
     """61M parameters a layer stay on every rank however large KVP is (FACTS 1.3)."""
     matrices = attention_matrices(load_card("deepseek-r1"), Layout(kvp=128, tpf=128), Choices())
-    assert sum(matrices[name] for name in ("down", "query_up", "key_up")) / 1e6 == pytest.approx(61.2, abs=0.3)
+    assert sum(matrices[name].values for name in ("down", "query_up", "key_up")) / 1e6 == pytest.approx(61.2, abs=0.3)
 
 
 def test_overlap_of_figure_3() -> None:

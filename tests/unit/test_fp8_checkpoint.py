@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ from torch import Tensor
 from helix.check import check
 from helix.comm.mesh import planning_mesh
 from helix.config import CommConfig, make_config
+from helix.engine import build
 from helix.engine.build import ignored_tensors
 from helix.engine.engine import Engine
-from helix.errors import CheckpointError, ConfigError
+from helix.errors import CheckpointError
 from helix.layers.decoder import Decoder
 from helix.layout import Layout, legal_layouts
-from helix.weights import declare, load_weights
+from helix.weights import Packing, declare, fp8_tensors, held_in_fp8, load_weights
 from model_zoo import load_spec, spec_from_config, text_names
 from tests.parallel import jobs
 from tests.ranks import RankPool
@@ -90,13 +92,23 @@ def pairs(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {family: Pair(Path(tiny.path(family)), folder / family) for family in FAMILIES}
 
 
-def rank_model(directory: Path, layout: Layout, rank: int, comm: CommConfig) -> Decoder:
+def rank_model(directory: Path, layout: Layout, rank: int, comm: CommConfig, packing: Packing | None = None) -> Decoder:
     """What `rank` of `layout` holds of the checkpoint, in fp32 on the CPU, without the other ranks."""
     spec = load_spec(directory)
     mesh = replace(planning_mesh(layout, rank), device=CPU)
-    model = Decoder(spec, mesh, comm, dtype=torch.float32, device=CPU)
+    model = Decoder(spec, mesh, comm, packing, dtype=torch.float32, device=CPU)
     load_weights(model, directory, ignore=ignored_tensors(model, spec), rename=text_names(spec))
     return model
+
+
+def plain_weights(model: Decoder) -> list[Tensor]:
+    """Everything that `model` declares, what is held in FP8 dequantised; no scale is left as it came."""
+    held = {id(one.packed.values): one.packed for one in held_in_fp8(model)}
+    assert held
+    assert all(packed.scale.isfinite().all() for packed in held.values())
+    return [
+        held[id(tensor)].dequantise(torch.float32) if id(tensor) in held else tensor for _, tensor, _ in declare(model)
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
@@ -108,6 +120,7 @@ def test_every_slice_of_every_layout(pairs: dict[str, Pair], family: str, num_ra
     values = {rename(name): tensor for name, tensor in pair.values.items()}
     spec = load_spec(pair.fp8)
     layouts = list(legal_layouts(spec, num_ranks))
+    stored = fp8_tensors(pair.fp8, text_names(spec))
     assert layouts
     for layout in layouts:
         # What a rank holds of an MLA layer depends on these too.
@@ -121,6 +134,11 @@ def test_every_slice_of_every_layout(pairs: dict[str, Pair], family: str, num_ra
                         wanted = values[piece.name][index].to(tensor.dtype)
                         assert torch.equal(piece.view(tensor), wanted), f"{layout} rank {rank}: {piece.name} in {name}"
                         seen[piece.name] = seen.get(piece.name, 0) + piece.numel
+                held = plain_weights(rank_model(pair.fp8, layout, rank, comm, Packing(BLOCK, stored)))
+                for (name, tensor, _), kept in zip(
+                    declare(rank_model(pair.fp8, layout, rank, comm)), held, strict=True
+                ):
+                    assert torch.equal(tensor, kept), f"{layout} rank {rank}: {name} held in FP8"
             short = [name for name, count in seen.items() if count < values[name].numel()]
             assert not short, f"{layout}: no rank holds all of {short}"
             assert set(seen) == set(values)
@@ -193,7 +211,7 @@ def quantised_config(family: str, tiny: TinyModels, section: dict[str, Any]) -> 
 def test_families_take_fp8_with_blocks_and_nothing_else(tiny: TinyModels, family: str) -> None:
     section = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     plain = spec_from_config(json.loads((Path(tiny.path(family)) / "config.json").read_text()))
-    assert spec_from_config(quantised_config(family, tiny, section)) == plain
+    assert spec_from_config(quantised_config(family, tiny, section)) == replace(plain, fp8_block=(128, 128))
     for method in ("awq", "gptq", "compressed-tensors", "fbgemm_fp8"):
         with pytest.raises(CheckpointError, match=rf"quantization_config .*quant_method '{method}'"):
             spec_from_config(quantised_config(family, tiny, {"quant_method": method, "weight_block_size": [128, 128]}))
@@ -203,9 +221,50 @@ def test_families_take_fp8_with_blocks_and_nothing_else(tiny: TinyModels, family
         spec_from_config(quantised_config(family, tiny, {"quant_method": "fp8"}))
 
 
-def test_keep_fp8_is_refused_before_anything_starts(pairs: dict[str, Pair]) -> None:
-    wanted = settings(pairs["llama"].fp8, {"kvp": 2})
-    wanted["model"]["keep_fp8"] = True
-    for start in (lambda: check(make_config(wanted)), lambda: Engine(wanted)):
-        with pytest.raises(ConfigError, match=r"model\.keep_fp8=true: .* on cpu devices; set it to false"):
-            start()
+def resident(directory: Path, layout: dict[str, int], **model: Any) -> dict[str, Any]:
+    """`settings` with weights that stay FP8."""
+    base = settings(directory, layout)
+    return base | {"model": base["model"] | {"quantize": "fp8"} | model}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resident_weights_give_the_same_logits(pairs: dict[str, Pair], family: str) -> None:
+    """With what the checkpoint stores in another format left as it is, as `auto` leaves it on a GPU."""
+    spec = load_spec(pairs[family].fp8)
+    stored = fp8_tensors(pairs[family].fp8, text_names(spec))
+    with (
+        mock.patch.object(build, "resolve_packing", return_value=Packing(BLOCK, stored)),
+        Engine(settings(pairs[family].fp8, {"kvp": 1})) as engine,
+    ):
+        held = engine.logits(prompt(37))
+    with Engine(settings(pairs[family].fp8, {"kvp": 1})) as engine:
+        wanted = engine.logits(prompt(37))
+    np.testing.assert_allclose(held.numpy(), wanted.numpy(), atol=1e-5, rtol=0)
+
+
+LAYOUTS = [
+    ("llama", {"kvp": 2, "tpa": 2}, "local"),
+    ("llama", {"kvp": 3}, "local"),
+    ("mixtral", {"kvp": 3, "tpf": 3, "ep": 1}, "local"),
+    ("deepseek_v2_moe", {"kvp": 4, "tpf": 2, "ep": 2}, "alltoall"),
+    ("deepseek_v3_moe", {"kvp": 6, "tpf": 2, "ep": 3}, "local"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "dispatch"), LAYOUTS)
+def test_layouts_agree_on_resident_weights(
+    ranks: RankPool, pairs: dict[str, Pair], family: str, layout: dict[str, int], dispatch: str
+) -> None:
+    """From an FP8 checkpoint and from one that is quantised at load: slices cut blocks, values stay the same."""
+    prompts = [prompt(5), prompt(23)]
+    for directory in (pairs[family].fp8, pairs[family].plain):
+        found = []
+        for sizes in (layout, {"kvp": 1}):
+            config = resident(directory, sizes)
+            if family != "llama":
+                config["comm"] = {"dispatch": dispatch}
+            count = sizes["kvp"] * sizes.get("tpa", 1)
+            found.append(ranks.run(count, jobs.drive, config, jobs.logits_and_tokens, prompts, 12)[0])
+        for ours, wanted in zip(found[0][0], found[1][0], strict=True):
+            np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
+        assert found[0][1] == found[1][1]

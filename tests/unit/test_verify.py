@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helix.layout import Layout
-from helix.verify import Report, Trace, compare
+from helix.verify import Report, Trace, compare, measure_accuracy
 
 
 def trace(num_layers: int = 4) -> Trace:
@@ -52,3 +52,27 @@ def test_report() -> None:
     assert not report.exact
     assert report.first_layer == 2
     assert not Report(Layout(), "float32", 1e-3, (replace(good, max_error=2e-3),)).exact
+
+
+def test_accuracy() -> None:
+    generator = torch.Generator().manual_seed(5)
+    texts = [[3, 1, 2, 0], [2, 2]]
+    want = [torch.randn(len(ids), 5, generator=generator) for ids in texts]
+    same = measure_accuracy(texts, [logits + 3.0 for logits in want], want)
+    assert (same.num_tokens, same.same_top, same.close) == (6, 1.0, True)
+    assert same.mean_divergence == pytest.approx(0.0, abs=1e-7)
+    assert same.perplexity == pytest.approx(same.reference_perplexity)
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+        for ids, logits in zip(texts, want, strict=True)
+    ]
+    assert same.reference_perplexity == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-5)
+    got = [logits.clone() for logits in want]
+    got[1][0] = torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0])
+    worse = measure_accuracy(texts, got, want)
+    p, q = want[1][0].softmax(0), got[1][0].softmax(0)
+    assert worse.max_divergence == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+    assert worse.mean_divergence == pytest.approx(worse.max_divergence / 6, rel=1e-5)
+    assert not worse.close
+    got[0][0, 0] = torch.nan
+    assert not measure_accuracy(texts, got, want).close
