@@ -22,6 +22,14 @@ class LayerCache:
     k: Tensor | Fp8Rows
     v: Tensor | Fp8Rows
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The distinct tensors behind both pools."""
+        held: dict[int, Tensor] = {}
+        for pool in (self.v, self.k):  # Where both are one pool, the keys are the whole of it.
+            held |= {one.data_ptr(): one for one in (pool.tensors if isinstance(pool, Fp8Rows) else (pool,))}
+        return tuple(held.values())
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:

@@ -33,6 +33,11 @@ class Fp8Rows:
         return pages, page_tokens, rows, width + (0 if self.tail_PBKR is None else self.tail_PBKR.shape[3])
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        rest = () if self.tail_PBKR is None else (self.tail_PBKR,)
+        return (self.values_PBKD, self.scale_PBK, *rest)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.values_PBKD.dtype
 

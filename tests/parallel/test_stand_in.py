@@ -102,7 +102,8 @@ def test_numbers_stay_finite(tiny: TinyModels) -> None:
     world = single_world(torch.device("cpu"))
     core = build_core(config, spec, layout, world, mesh=stand_in_mesh(layout, 1, world.device))
     for layer in core.cache.layers:
-        layer.k.normal_()
+        for tensor in layer.tensors:
+            tensor.normal_()
     assert place_requests(core, Cell(batch=2, context=30), 2) is not None
     plan = core.scheduler.plan()
     assert plan is not None

@@ -38,8 +38,8 @@ def decode_step(
     rows = rule.rows_for(context)
     cache = build_cache(spec, layout, world.rank, rows * batch, page_tokens, torch.float32, world.device)
     for pools in cache.layers:
-        pools.k.zero_()
-        pools.v.zero_()
+        for tensor in pools.tensors:
+            tensor.zero_()
     groups = {"world": mesh.world, "kvp": mesh.kvp, "tpf": mesh.tpf, "ep": mesh.ep}
     for group in groups.values():
         group.traffic.clear()

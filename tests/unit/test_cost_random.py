@@ -143,11 +143,7 @@ def test_messages_and_memory_are_the_engines(
     rows = rule.rows_for(context)
     cache = build_cache(spec, layout, rank, rows * batch, rule.page_tokens, torch.float32, mesh.device)
     placement = Placement(layout=layout, choices=choices)
-    held = sum(
-        {
-            pool.data_ptr(): pool.untyped_storage().nbytes() for layer in cache.layers for pool in (layer.k, layer.v)
-        }.values()
-    )
+    held = sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in layer.tensors)
     assert held == rows * batch * page_row_bytes(spec, placement, FP32, rule.page_tokens)
     with torch.inference_mode():
         model.logits(model(decode_batch(rule, mesh.coords.kvp_rank, batch, context, rows), cache))

@@ -196,7 +196,8 @@ def run(layer: MLA, batch: Batch, history: Tensor, x_TC: Tensor) -> Tensor:
     spec = model(layer.mla, layer.num_heads)
     pages = int(batch.page_table_SR.max()) + 1
     cache = build_cache(spec, Layout(), 0, pages, 4, x_TC.dtype, x_TC.device).layers[0]
-    cache.k.fill_(torch.nan)
+    for tensor in cache.tensors:
+        tensor.fill_(torch.nan)
     rotary = Rotary(spec.rotary, spec.max_context)
     before = int(batch.position_T[0])
     table = batch.page_table_SR[:1]
