@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from helix.kernels import (
     triton_append,
     triton_experts,
+    triton_fill,
     triton_grouped,
     triton_heads,
     triton_latent,
@@ -23,6 +24,7 @@ from helix.layers import rotary, router
 from helix.layers.moe import products_by_loop
 from helix.layers.norm import RMSNorm
 from helix.model_spec import MoESpec
+from helix.weights import dummy
 
 Case = Callable[[torch.device, torch.dtype], None]
 CPU = torch.device("cpu")
@@ -214,7 +216,20 @@ def check_grouped(device: torch.device, dtype: torch.dtype) -> None:
         assert_near(got, want, dtype)
 
 
+def check_fill(device: torch.device, dtype: torch.dtype) -> None:
+    """A cut of a matrix far from its beginning, inside a larger one: nothing beside it is written."""
+    for size, first, keys in (((7, 1397), (1_000_003, 77), (5, -7)), ((1, 1), (0, 0), (-(2**31), 2**31 - 1))):
+        source = tuple((start, start + length) for start, length in zip(first, size, strict=True))
+        want = dummy._normal(dummy._place_hash(source, list(keys), CPU)) / dummy.STANDARD_DEVIATION
+        target = torch.zeros(size[0] + 2, size[1] + 5, dtype=dtype, device=device)
+        triton_fill.fill_normal(target[1:-1, 2:-3], first, keys, 2**0.5)
+        assert_near(target[1:-1, 2:-3], want.to(dtype), dtype)
+        target[1:-1, 2:-3] = 0
+        assert not target.any()
+
+
 CASES: Mapping[str, Case] = {
+    "fill": check_fill,
     "append": check_append,
     "norm": check_norm,
     "rotary": check_rotary,
