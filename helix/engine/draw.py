@@ -1,9 +1,8 @@
 """Choosing tokens on the device: tensors in, token ids out, no step of it read by the host, so a graph can hold it.
 
-A row's token is a function of its logits and its numbers alone. Weights are summed in fp64: a sum may be taken in any
-order, and its rounding then moves no token.
+A row's token is a function of its logits and its numbers alone (see `helix.kernels.draw`, which does without ranks).
 
-Shape letters: R rows, C candidates of a row, V vocabulary, P parts of the vocabulary, W width of a part.
+Shape letters: R rows, C candidates of a row, V vocabulary, P parts of the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from helix.engine.request import Choice
 from helix.engine.scheduler import NOT_FINITE, UNDECIDED
+from helix.kernels import draw_tokens
+from helix.kernels.draw import pick, weigh
 
 NUM_NUMBERS = 5
 """Numbers of a row: temperature, top_k, top_p, min_p, and one uniform number in [0, 1)."""
@@ -23,7 +24,6 @@ WINDOW = 1024
 """Candidates that are ranked: a nucleus is nearly always smaller, and ranking all of V is slow."""
 # Parts that the vocabulary is searched in, where it divides.
 _MAX_PARTS = 64
-_MAX_SUMS = 256
 
 
 def choose_tokens(logits_RV: Tensor, numbers_R5: Tensor | None, choice: Choice) -> Tensor:
@@ -32,22 +32,14 @@ def choose_tokens(logits_RV: Tensor, numbers_R5: Tensor | None, choice: Choice) 
     With `choice` "drawn" rows of a temperature above 0 are drawn (without top-k and top-p), with "ranked" by all their
     numbers; then `UNDECIDED` marks a row whose nucleus `WINDOW` candidates do not hold. Otherwise each takes its best.
     """
-    best_R, token_R = _best(logits_RV)
-    token_R = torch.where(best_R.isfinite(), token_R, NOT_FINITE)
+    greedy_R = best_tokens(logits_RV)
     if numbers_R5 is None or choice not in ("drawn", "ranked"):
-        return token_R
-    drawn_R = draw_tokens(logits_RV, best_R, token_R, numbers_R5, ranked=choice == "ranked", window=WINDOW)
-    return torch.where((numbers_R5[:, 0] > 0) & (token_R >= 0), drawn_R, token_R)
+        return greedy_R
+    return draw(logits_RV, greedy_R, numbers_R5, ranked=choice == "ranked", window=WINDOW)
 
 
 def best_tokens(logits_RV: Tensor) -> Tensor:
-    """int64 [R]: id of each row's largest logit, the lowest id among equals; `NOT_FINITE` where that is NaN or inf."""
-    best_R, token_R = _best(logits_RV)
-    return torch.where(best_R.isfinite(), token_R, NOT_FINITE)
-
-
-def _best(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest logit of each row and its lowest id.
+    """int64 [R]: id of each row's largest logit, the lowest id among equals; `NOT_FINITE` where that is NaN or inf.
 
     The vocabulary is searched in equal parts side by side: on a GPU one row alone would occupy one multiprocessor.
     """
@@ -55,50 +47,43 @@ def _best(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     parts = math.gcd(vocab, _MAX_PARTS)
     best_RP, place_RP = logits_RV.unflatten(1, (parts, -1)).max(dim=-1)
     best_R, part_R = best_RP.max(dim=-1)
-    return best_R, part_R * (vocab // parts) + place_RP.gather(1, part_R.unsqueeze(1)).squeeze(1)
+    token_R = part_R * (vocab // parts) + place_RP.gather(1, part_R.unsqueeze(1)).squeeze(1)
+    return torch.where(best_R.isfinite(), token_R, NOT_FINITE)
 
 
-def draw_tokens(
-    logits_RV: Tensor,
-    best_R: Tensor,
-    greedy_R: Tensor,
-    numbers_R5: Tensor,
-    *,
-    ranked: bool,
-    window: int,
-) -> Tensor:
+def draw(logits_RV: Tensor, greedy_R: Tensor, numbers_R5: Tensor, *, ranked: bool, window: int) -> Tensor:
     """int64 [R]: a token drawn for each row after temperature, top-k, top-p and min-p.
 
     `UNDECIDED` where the nucleus of a row is not among its `window` largest logits; never with a window of all of V.
-    `best_R` and `greedy_R` are each row's largest logit and its id. `numbers_R5` is fp64; a top_k below 1 is off.
-    Without `ranked` no row may have a top-k or a top-p.
+    `greedy_R` are the ids of the largest logits; a row whose id is negative, or whose temperature is 0, keeps it.
+    `numbers_R5` is fp64; a top_k below 1 is off. Without `ranked` no row may have a top-k or a top-p.
     """
-    shifted_RV = logits_RV.float() - best_R.float()[:, None]
-    temperature_R1, top_k_R1, top_p_R1, min_p_R1, uniform_R1 = numbers_R5.unsqueeze(1).unbind(2)
-    # The best token weighs 1, so a weight is also its share of the best one's probability, which is what min-p reads.
-    weight_RV = shifted_RV.double().div_(temperature_R1).exp_()
-    token_R = _pick(weight_RV.where(weight_RV >= min_p_R1, 0.0), uniform_R1, greedy_R)
+    temperature_R, top_k_R, top_p_R, min_p_R, uniform_R = numbers_R5.unbind(1)
+    token_R = draw_tokens(logits_RV, greedy_R, temperature_R, min_p_R, uniform_R)
     if not ranked:
         return token_R
-    has_top_k_R1 = (top_k_R1 >= 1) & (top_k_R1 < logits_RV.shape[1])
-    ranked_R = _draw_ranked(shifted_RV, weight_RV, numbers_R5, has_top_k_R1, min(window, logits_RV.shape[1]))
-    return torch.where((has_top_k_R1 | (top_p_R1 < 1))[:, 0], ranked_R, token_R)
+    has_top_k_R = (top_k_R >= 1) & (top_k_R < logits_RV.shape[1])
+    is_ranked_R = (has_top_k_R | (top_p_R < 1)) & (temperature_R > 0) & (greedy_R >= 0)
+    ranked_R = _draw_ranked(logits_RV, greedy_R, numbers_R5, has_top_k_R[:, None], min(window, logits_RV.shape[1]))
+    return torch.where(is_ranked_R, ranked_R, token_R)
 
 
 def _draw_ranked(
-    shifted_RV: Tensor, weight_RV: Tensor, numbers_R5: Tensor, has_top_k_R1: Tensor, num_candidates: int
+    logits_RV: Tensor, greedy_R: Tensor, numbers_R5: Tensor, has_top_k_R1: Tensor, num_candidates: int
 ) -> Tensor:
     """int64 [R]: tokens of rows with top-k or top-p, drawn in the order of the ranks; `UNDECIDED` where they are not
     among the candidates."""
-    _, top_k_R1, top_p_R1, min_p_R1, uniform_R1 = numbers_R5.unsqueeze(1).unbind(2)
-    vocab_size = shifted_RV.shape[1]
-    value_RC, id_RC = shifted_RV.topk(num_candidates, dim=-1, sorted=False)
+    temperature_R1, top_k_R1, top_p_R1, min_p_R1, uniform_R1 = numbers_R5.unsqueeze(1).unbind(2)
+    vocab_size = logits_RV.shape[1]
+    logits_RV = logits_RV.float()
+    best_R1 = logits_RV.gather(1, greedy_R.clamp(min=0)[:, None])
+    weight_RV = weigh(logits_RV, best_R1, temperature_R1)
+    value_RC, id_RC = logits_RV.topk(num_candidates, dim=-1, sorted=False)
     id_RC = ids_of(sort_keys(value_RC, id_RC, vocab_size).sort(dim=-1, descending=True).values, vocab_size)
     weight_RC = weight_RV.gather(-1, id_RC)
     if num_candidates < vocab_size:
         # Which ones of several equal logits came in at the end is open, so those do not count.
-        cut_R1 = value_RC.amin(dim=-1, keepdim=True)
-        is_sure_RC = shifted_RV.gather(-1, id_RC) > cut_R1
+        is_sure_RC = logits_RV.gather(-1, id_RC) > value_RC.amin(dim=-1, keepdim=True)
         is_whole_R1 = weight_RC.amin(dim=-1, keepdim=True) == 0
     else:
         is_sure_RC = torch.ones_like(id_RC, dtype=torch.bool)
@@ -113,25 +98,9 @@ def _draw_ranked(
     before_RC = torch.nn.functional.pad(sum_RC[:, :-1], (1, 0))
     in_nucleus_RC = (before_RC < mass_R1) | (top_p_R1 >= 1)
     kept_RC = weight_RC.where(in_nucleus_RC & (weight_RC >= min_p_R1), 0.0)
-    place_R = _pick(kept_RC, uniform_R1, torch.zeros_like(id_RC[:, 0]))
+    place_R = pick(kept_RC, uniform_R1, torch.zeros_like(id_RC[:, 0]))
     token_R = id_RC.gather(-1, place_R[:, None])[:, 0]
     return torch.where((holds_R1 | is_whole_R1)[:, 0], token_R, UNDECIDED)
-
-
-def _pick(weight_RC: Tensor, uniform_R1: Tensor, fallback_R: Tensor) -> Tensor:
-    """Places [R] drawn in proportion to the weights, by inversion of their running sum: its part first, then within."""
-    parts = math.gcd(weight_RC.shape[1], _MAX_SUMS)
-    weight_RPW = weight_RC.unflatten(1, (parts, -1))
-    width = weight_RPW.shape[2]
-    sum_RP = weight_RPW.sum(dim=-1).cumsum(dim=-1)
-    target_R1 = uniform_R1 * sum_RP[:, -1:]
-    part_R1 = torch.searchsorted(sum_RP, target_R1, right=True).clamp(max=parts - 1)
-    before_R1 = torch.nn.functional.pad(sum_RP, (1, 0)).gather(-1, part_R1)
-    within_RW = weight_RPW.gather(1, part_R1[:, :, None].expand(-1, 1, width))[:, 0]
-    place_R1 = torch.searchsorted(within_RW.cumsum(dim=-1) + before_R1, target_R1, right=True).clamp(max=width - 1)
-    # Rounding may land on a weight of 0, about once in 2**50 draws; that token is never legal.
-    weight_R = within_RW.gather(-1, place_R1)[:, 0]
-    return torch.where(weight_R > 0, (part_R1 * width + place_R1)[:, 0], fallback_R)
 
 
 def sort_keys(logits_RC: Tensor, id_RC: Tensor, vocab_size: int) -> Tensor:

@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from helix.engine.draw import WINDOW, draw_tokens, rank
+from helix.engine.draw import WINDOW, draw, rank
 from helix.engine.grammar import Grammar
 from helix.engine.request import Choice
 from helix.engine.sampling import SamplingParams
@@ -100,12 +100,8 @@ def sample(logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     if drawn:
         drawn_S = torch.tensor(drawn, device=logits_RV.device)
         whole = len(drawn) == len(rows)
-        picked_S = _draw(
-            edited_RV if whole else edited_RV[drawn_S],
-            best_R[drawn_S],
-            token_R[drawn_S],
-            [rows[index] for index in drawn],
-        )
+        logits_SV = edited_RV if whole else edited_RV[drawn_S]
+        picked_S = _draw(logits_SV, token_R[drawn_S], [rows[index] for index in drawn])
         token_R = token_R.index_copy(0, drawn_S, picked_S)
     token_ids = torch.where(best_R.isfinite(), token_R, -1).tolist()
     logprobs = _row_logprobs(logits_RV, rows, token_ids)
@@ -204,17 +200,17 @@ def _penalty(row: SampleRow) -> tuple[Tensor, Tensor, Tensor]:
     return seen_P, torch.full_like(minus_P, params.repetition_penalty), minus_P
 
 
-def _draw(logits_SV: Tensor, best_S: Tensor, greedy_S: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Token ids [S] drawn for rows of a temperature above 0. `best_S` and `greedy_S` are each row's maximum."""
+def _draw(logits_SV: Tensor, greedy_S: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Token ids [S] drawn for rows of a temperature above 0. `greedy_S` are the ids of the largest logits."""
     numbers = [row.numbers(len(row.output_ids)) for row in rows]
     numbers_S5 = torch.tensor(numbers, dtype=torch.float64, device=logits_SV.device)
     ranked = any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
-    token_S = draw_tokens(logits_SV, best_S, greedy_S, numbers_S5, ranked=ranked, window=WINDOW)
+    token_S = draw(logits_SV, greedy_S, numbers_S5, ranked=ranked, window=WINDOW)
     left_L = (token_S == UNDECIDED).nonzero()[:, 0] if ranked else token_S[:0]
     if not len(left_L):
         return token_S
-    parts = (logits_SV[left_L], best_S[left_L], greedy_S[left_L], numbers_S5[left_L])
-    return token_S.index_copy(0, left_L, draw_tokens(*parts, ranked=True, window=logits_SV.shape[1]))
+    parts = (logits_SV[left_L], greedy_S[left_L], numbers_S5[left_L])
+    return token_S.index_copy(0, left_L, draw(*parts, ranked=True, window=logits_SV.shape[1]))
 
 
 def _row_logprobs(

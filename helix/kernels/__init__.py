@@ -17,6 +17,7 @@ from torch import Tensor
 
 from helix.kernels.append import append as append_twin
 from helix.kernels.attention import attend as attend_twin
+from helix.kernels.draw import draw_tokens as draw_tokens_twin
 from helix.kernels.fp8 import Packed
 from helix.kernels.fp8 import linear_fp8 as linear_fp8_twin
 from helix.kernels.fp8_cache import Fp8Rows
@@ -25,7 +26,17 @@ from helix.kernels.merge import merge as merge_twin
 from helix.kernels.norm import add_rms_norm as add_rms_norm_twin
 from helix.kernels.norm import rms_norm as rms_norm_twin
 
-__all__ = ["TWINS", "add_rms_norm", "append", "attend", "implementation", "linear_fp8", "merge", "rms_norm"]
+__all__ = [
+    "TWINS",
+    "add_rms_norm",
+    "append",
+    "attend",
+    "draw_tokens",
+    "implementation",
+    "linear_fp8",
+    "merge",
+    "rms_norm",
+]
 
 TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -33,6 +44,7 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "append": append_twin,
         "append_fp8": append_fp8_twin,
         "attend": attend_twin,
+        "draw_tokens": draw_tokens_twin,
         "linear_fp8": linear_fp8_twin,
         "merge": merge_twin,
         "rms_norm": rms_norm_twin,
@@ -47,6 +59,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "append": "helix.kernels.triton_append",
                 "append_fp8": "helix.kernels.triton_fp8_cache",
                 "attend": "helix.kernels.triton_attention",
+                "draw_tokens": "helix.kernels.triton_draw",
                 "linear_fp8": "helix.kernels.triton_fp8_linear",
                 "merge": "helix.kernels.triton_merge",
                 "rms_norm": "helix.kernels.triton_norm",
@@ -83,6 +96,15 @@ def attend(
     """See `helix.kernels.attention.attend`."""
     function = implementation("attend", q_THD.device.type)
     result: tuple[Tensor, Tensor] = function(q_THD, k_PBKD, v_PBKV, page_table_SR, query_start_S1, visible_len_T, scale)
+    return result
+
+
+def draw_tokens(
+    logits_RV: Tensor, greedy_R: Tensor, temperature_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
+) -> Tensor:
+    """See `helix.kernels.draw.draw_tokens`."""
+    function = implementation("draw_tokens", logits_RV.device.type)
+    result: Tensor = function(logits_RV, greedy_R, temperature_R, min_p_R, uniform_R)
     return result
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from helix.kernels import (
     triton_append,
+    triton_draw,
     triton_experts,
     triton_fill,
     triton_grouped,
@@ -20,6 +21,7 @@ from helix.kernels import (
     triton_router,
     triton_swiglu,
 )
+from helix.kernels.draw import draw_tokens
 from helix.layers import rotary, router
 from helix.layers.moe import products_by_loop
 from helix.layers.norm import RMSNorm
@@ -228,7 +230,27 @@ def check_fill(device: torch.device, dtype: torch.dtype) -> None:
         assert not target.any()
 
 
+def check_draw(device: torch.device, dtype: torch.dtype) -> None:
+    """Rows inside a larger tensor: cold and hot ones, greedy ones, one without a best token, banned tokens, ties."""
+    for vocab in (3, 1024, 5000):
+        wide = torch.full((7, vocab + 9), torch.nan, dtype=dtype)
+        wide[:, :vocab] = values(CPU, dtype, 7, vocab) * 3
+        wide[:, 1:vocab:5] = -torch.inf
+        wide[3, :vocab:2] = 4.0
+        greedy = wide[:, :vocab].float().argmax(-1)
+        greedy[5] = -1
+        temperature = torch.tensor([1.0, 0.0, 1e-300, 2.0, 1e300, 1.0, 0.7], dtype=torch.float64)
+        min_p = torch.tensor([0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 1.0], dtype=torch.float64)
+        for uniform in (0.0, 0.37, 1 - 2**-40):
+            numbers = torch.stack([temperature, min_p, torch.full_like(min_p, uniform)])
+            want = draw_tokens(wide[:, :vocab], greedy, *numbers)
+            there = numbers.T.contiguous().to(device).T
+            got = triton_draw.draw_tokens(wide.to(device)[:, :vocab], greedy.to(device), *there)
+            assert torch.equal(got.cpu(), want), (vocab, uniform, got, want)
+
+
 CASES: Mapping[str, Case] = {
+    "draw": check_draw,
     "fill": check_fill,
     "append": check_append,
     "norm": check_norm,
