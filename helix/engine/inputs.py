@@ -59,13 +59,16 @@ class StaticInputs:
         """fp64 [size, 5]: what draws each row's token, see `helix.engine.draw`."""
         return self._fields[_NUMBERS:, :size].view(torch.float64).T
 
+    def take_tokens(self, size: int) -> None:
+        """The first act of a step of `size` rows, on the device: collect its tokens, chosen or known."""
+        pool = self._fields[: _KNOWN + 1].view(-1)
+        torch.index_select(pool, 0, self._fields[_SOURCE, :size], out=self._token_ids[:size])
+
     def batch(self, size: int) -> Batch:
-        """The tensors of a step of `size` rows, views of the static ones. Part of the step: looks its tokens up."""
+        """The tensors of a step of `size` rows, views of the static ones."""
         fields = self._fields[:, :size]
-        token_ids = self._token_ids[:size]
-        torch.index_select(self._fields[: _KNOWN + 1].view(-1), 0, fields[_SOURCE], out=token_ids)
         return Batch(
-            token_ids_T=token_ids,
+            token_ids_T=self._token_ids[:size],
             position_T=fields[_POSITION],
             rotary_len_T=fields[_ROTARY],
             slot_T=fields[_SLOT],

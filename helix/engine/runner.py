@@ -118,7 +118,8 @@ class Runner:
             num_rows = len(plan.items)
             bucket = next(size for size in self.buckets if size >= num_rows)
             self._inputs.write(plan.items, self._chosen, numbers_R5)
-            run = self._replay(bucket, choice) if self.mode == "graph" else self._decode(bucket, choice)
+            batch = self._inputs.batch(bucket)
+            run = self._replay(batch, choice) if self.mode == "graph" else self._decode(batch, choice)
             result = StepRun(run.logits_RV[:num_rows], run.token_R[:num_rows])
         sampled = (item.request.request_id for item in plan.items if item.samples)
         self._chosen = {request_id: row for row, request_id in enumerate(sampled)}
@@ -148,10 +149,12 @@ class Runner:
             at_2P = self._to_device(np.stack([stops[pending] - 1, np.array(rows)]))
             batch.token_ids_T.index_copy_(0, at_2P[0], self._chosen_B[at_2P[1]])
 
-    def _decode(self, bucket: int, choice: Choice) -> StepRun:
-        inputs = self._inputs_or_fail()
-        logits_RV = self.model.logits(self.model(inputs.batch(bucket), self.cache))
-        return StepRun(logits_RV, self._choose(logits_RV, inputs.numbers_R5(bucket), choice))
+    def _decode(self, batch: Batch, choice: Choice) -> StepRun:
+        """A step from static inputs."""
+        inputs, size = self._inputs_or_fail(), len(batch.counts_S)
+        inputs.take_tokens(size)
+        logits_RV = self.model.logits(self.model(batch, self.cache))
+        return StepRun(logits_RV, self._choose(logits_RV, inputs.numbers_R5(size), choice))
 
     def _choose(self, logits_RV: Tensor, numbers_R5: Tensor | None, choice: Choice) -> Tensor:
         """The tokens, in `_chosen_B`. The best ones need no message: every rank has the same logits."""
@@ -160,27 +163,29 @@ class Runner:
             token_R.copy_(choose_tokens(logits_RV, numbers_R5, choice))
         return self.mesh.world.broadcast(token_R) if choice in _DRAWN else token_R
 
-    def _replay(self, bucket: int, choice: Choice) -> StepRun:
-        captured = self._graphs.get((bucket, choice))
+    def _replay(self, batch: Batch, choice: Choice) -> StepRun:
+        key = len(batch.counts_S), choice
+        captured = self._graphs.get(key)
         if captured is None:
-            captured = self._graphs[bucket, choice] = self._capture(bucket, choice)
+            captured = self._graphs[key] = self._capture(batch, choice)
         captured.graph.replay()
         return captured.result
 
-    def _capture(self, bucket: int, choice: Choice) -> _Captured:
-        """Capture the step of `bucket` rows. It first runs once as it is: a step that runs twice stores the same."""
-        with self.world.monitor.long_operation(f"capturing a step of {bucket} sequences", _CAPTURE_LIMIT_S):
+    def _capture(self, batch: Batch, choice: Choice) -> _Captured:
+        """Capture a step from static inputs. It first runs once as it is: a step that runs twice stores the same."""
+        what = f"capturing a step of {len(batch.counts_S)} sequences"
+        with self.world.monitor.long_operation(what, _CAPTURE_LIMIT_S):
             # Compiles the kernels, and lets libraries make their handles, outside of the graph.
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 chosen_B = self._chosen_B.clone()
-                self._decode(bucket, choice)
+                self._decode(batch, choice)
                 self._chosen_B.copy_(chosen_B)
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = self._decode(bucket, choice)
+                result = self._decode(batch, choice)
         return _Captured(graph, result)
 
     def _to_device(self, values: np.ndarray) -> Tensor:

@@ -98,6 +98,7 @@ def test_static_inputs_are_the_batch_and_padding(steps: Steps) -> None:
             want = build_batch(plan, steps.rule, rank, CPU)
             inputs.write(plan.items)
             size, num_rows = MAX_BATCH, len(plan.items)
+            inputs.take_tokens(size)
             got = inputs.batch(size)
             for name in ("token_ids_T", "position_T", "rotary_len_T", "slot_T", "visible_len_T"):
                 assert torch.equal(getattr(got, name)[:num_rows], getattr(want, name)), name
