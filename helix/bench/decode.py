@@ -336,10 +336,10 @@ def _device_ms(core: EngineCore, same_token: bool) -> float | None:
         return None
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     numbers_R5 = np.array([_numbers(core, item, same_token) for item in plan.items])
-    core.runner.run(plan, "drawn", numbers_R5)
+    core.runner.run(plan, choice="drawn", numbers_R5=numbers_R5)
     start.record()
     for _ in range(_DEVICE_STEPS):
-        core.runner.run(plan, "drawn", numbers_R5)
+        core.runner.run(plan, choice="drawn", numbers_R5=numbers_R5)
     stop.record()
     stop.synchronize()
     return float(start.elapsed_time(stop)) / _DEVICE_STEPS
@@ -352,7 +352,7 @@ def _experts_hit(core: EngineCore) -> tuple[float, float] | None:
         return None
     with _count_experts(core.model, core.mesh) as hits:
         # With a tap the step runs eagerly, and so past the hooks.
-        core.runner.run(plan, tap=_ignore)
+        core.runner.run(plan, _ignore)
     if not hits:
         return None
     return statistics.fmean(one for one, _ in hits), statistics.fmean(here for _, here in hits)

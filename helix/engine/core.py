@@ -170,7 +170,7 @@ class EngineCore:
             tap = sinks.tap
             if choice in ("drawn", "ranked"):
                 numbers_R5 = np.array([sinks.numbers(item) for item in plan.items if item.samples], dtype=np.float64)
-        run = self.runner.run(plan, choice, numbers_R5, tap)
+        run = self.runner.run(plan, tap, choice=choice, numbers_R5=numbers_R5)
         tokens = None if choice == "host" else Readback(run.token_R)
         self.scheduler.book(plan)
         return Launched(plan, run, tokens)

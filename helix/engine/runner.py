@@ -102,9 +102,10 @@ class Runner:
     def run(
         self,
         plan: StepPlan,
+        tap: BatchTap | None = None,
+        *,
         choice: Choice = "best",
         numbers_R5: np.ndarray | None = None,
-        tap: BatchTap | None = None,
     ) -> StepRun:
         """Launch `plan`, whose pending tokens the last `run` gave; nothing on the device is waited for.
 

@@ -74,7 +74,7 @@ def mixed_steps(engine: Engine, num_steps: int, check: bool) -> tuple[list[list[
                 run = core.runner.run(plan)
                 if run.hidden_TC is None:
                     got, best = run.logits_RV.clone(), run.token_R.clone()
-                    want = core.runner.run(plan, tap=lambda *_: None).logits_RV
+                    want = core.runner.run(plan, lambda *_: None).logits_RV
                     errors.append(float((got - want).abs().max() / want.abs().max()))
                     assert torch.equal(best, got.argmax(-1))
     return tokens, errors
