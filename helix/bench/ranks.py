@@ -112,9 +112,10 @@ def _guarded(task: Task[Result], world: World) -> Result:
 
 
 def sized(config: RunConfig, max_batch: int) -> RunConfig:
-    """`config` with room for `max_batch` sequences of any length, whatever it says itself."""
+    """`config` with room for `max_batch` sequences of any length, no prefix found again, whatever it says itself."""
     sections = config_to_dict(config)
-    return make_config(sections | {"engine": sections["engine"] | {"max_batch": max_batch, "max_context": "auto"}})
+    engine, cache = {"max_batch": max_batch, "max_context": "auto"}, {"prefix_reuse": False}
+    return make_config(sections | {"engine": sections["engine"] | engine, "cache": sections["cache"] | cache})
 
 
 def open_core(variant: Variant, world: World, *, max_batch: int, longest: int) -> tuple[EngineCore, ModelSpec, Layout]:
