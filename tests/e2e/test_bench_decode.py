@@ -130,7 +130,7 @@ def test_variants() -> None:
 def core(tiny: TinyModels) -> EngineCore:
     config = make_config(
         model={"path": tiny.path("deepseek_v2")},
-        cache={"page_tokens": 4, "num_page_rows": 60},
+        cache={"page_tokens": 4, "num_page_rows": 60, "prefix_reuse": False},
         engine={"device": "cpu", "max_batch": 3},
     )
     return build_core(config, resolve_spec(config), Layout(), single_world(torch.device("cpu")))
