@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from helix.cost.choices import Choices, Formats, Placement, Workload
-from helix.cost.hardware import Hardware, Span
+from helix.cost.hardware import Hardware, Span, group_span
 from helix.cost.messages import (
     Message,
     attention_messages,
@@ -159,6 +159,7 @@ class _Price:
         self.hardware = hardware
         self.num_ranks = placement.stage_ranks
         self.transport = placement.choices.transport
+        self.merges_in_exchange = self._merges_in_exchange(placement)
         self.sums = dict.fromkeys(PART_NAMES, 0.0)
 
     def work(self, items: Iterable[Work], count: int) -> None:
@@ -178,7 +179,15 @@ class _Price:
         launches = item.launches
         if item.kind == "small":
             launches = self.hardware.small_launches.get(item.name, launches)
+            if item.name == "exchange" and self.merges_in_exchange:
+                launches = 0
         return launches * kernel.fixed_us, read, max(multiply - read, 0.0)
+
+    def _merges_in_exchange(self, placement: Placement) -> bool:
+        """Whether the kernel that reads the peers' memory packs and merges too, so that its curve has both."""
+        span = group_span(placement.layout.kvp, 1, self.num_ranks, self.hardware.node_size)
+        symmetric = self.transport == "symmetric" and "all_to_all" in self.hardware.symmetric
+        return symmetric and placement.choices.merge == "a2a" and span.nodes == 1
 
     def messages(self, items: Iterable[Message], count: int) -> None:
         for item in items:
@@ -188,8 +197,9 @@ class _Price:
         """Time of one of `parts` equal parts of a collective."""
         if parts > 1 and self.hardware.chunks_share_latency:
             return self.message(item) / parts
-        # Symmetric memory serves the exchange, whose merge kernel reads the peers' partials, and the all-reduce.
-        transport = self.transport if item.op in ("all_reduce", "all_to_all") else "collective"
+        # Peers' memory serves the exchange, the all-reduces and the gather of queries; all else are collectives.
+        direct = item.purpose == "exchange" or item.op in ("all_reduce", "all_gather")
+        transport = self.transport if direct else "collective"
         span = item.span(self.num_ranks, self.hardware)
         return item.calls * self.hardware.collective_us(item.op, item.sent_bytes / item.calls / parts, span, transport)
 

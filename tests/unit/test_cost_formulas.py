@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import assume, given, settings
@@ -263,3 +264,19 @@ def test_pipeline_keeps_all_stages_busy() -> None:
     assert two.ttl_us == pytest.approx(one.ttl_us + two.parts.pipeline)
     assert two.num_ranks == 2
     assert two.tokens_per_s_gpu == pytest.approx(one.tokens_per_s_gpu, rel=0.02)
+
+
+def test_peers_memory_serves_groups_inside_a_node() -> None:
+    """Its kernel packs and merges, which messages do in launches of their own; across nodes all are messages."""
+    spec = load_card("llama-3.1-405b")
+
+    def parts(kvp: int, transport: Literal["collective", "symmetric"]) -> Parts:
+        layout, load = Layout(kvp=kvp, tpa=2, tpf=2 * kvp), Workload(batch=4, context=1 << 17)
+        return step_cost(spec, layout, Choices(transport=transport), Formats(), H200, load).parts
+
+    inside, message = parts(4, "symmetric"), parts(4, "collective")
+    assert inside.exchange < message.exchange
+    assert inside.all_reduce < message.all_reduce
+    packing = 2 * spec.num_layers * H200.kernels["small"].fixed_us
+    assert message.launches - inside.launches == pytest.approx(packing)
+    assert parts(16, "symmetric") == parts(16, "collective")
