@@ -15,7 +15,6 @@ from helix.cost.hardware import Hardware, load_hardware
 from helix.cost.memory import memory
 from helix.cost.messages import exchange_messages
 from helix.cost.step import Parts, placement_cost, step_cost
-from helix.cost.verdict import judge
 from helix.cost.weights import attention_matrices, mlp_matrices, rank_weights
 from helix.cost.work import attention_read, busiest_hits, expected_ranks_hit
 from helix.layout import Layout, PageRule, attention_shard, padded_slice, uneven_slice
@@ -238,22 +237,22 @@ def test_nothing_is_predicted_beyond_the_ceiling(
     case: tuple[ModelSpec, Layout], choices: Choices, workload: Workload
 ) -> None:
     spec, layout = case
-    choices = replace(choices, overlap=1)
-    verdict = judge(1e4, spec, Placement(layout=layout, choices=choices), Formats(), H200, workload)
-    assert 0 < verdict.ceiling_us <= verdict.predicted_us
+    placement = Placement(layout=layout, choices=replace(choices, overlap=1))
+    ceiling = placement_cost(spec, placement, Formats(), H200.ideal(), workload).ttl_us
+    assert 0 < ceiling <= placement_cost(spec, placement, Formats(), H200, workload).ttl_us
 
 
-def test_verdict_of_a_measured_step() -> None:
+def test_ceiling_of_a_measured_step() -> None:
     """vLLM takes 20.7 ms for Llama-3.1-8B at 8 x 64K, whose bytes over 4.5 TB/s are 18.8 ms.
 
     Those bytes count the whole input embedding, of which a step reads 8 rows.
     """
     embedding_us = 128256 * 4096 * 2 / 4.5e6
     spec, placement = load_card("llama-3.1-8b"), Placement(layout=Layout())
-    verdict = judge(20_700.0, spec, placement, Formats(), H200, Workload(batch=8, context=1 << 16))
-    assert verdict.ceiling_us == pytest.approx((18_800 - embedding_us) * 4.5 / 4.54, rel=0.01)
-    assert verdict.share_of_ceiling == pytest.approx(0.9, abs=0.02)
-    assert verdict.line().startswith("achieved 20.70 ms | ceiling 18.")
+    load = Workload(batch=8, context=1 << 16)
+    ceiling = placement_cost(spec, placement, Formats(), H200.ideal(), load).ttl_us
+    assert ceiling == pytest.approx((18_800 - embedding_us) * 4.5 / 4.54, rel=0.01)
+    assert ceiling / 20_700.0 == pytest.approx(0.9, abs=0.02)
 
 
 def test_pipeline_keeps_all_stages_busy() -> None:
