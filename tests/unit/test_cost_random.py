@@ -38,7 +38,7 @@ def comm_config(spec: ModelSpec, choices: Choices) -> CommConfig:
     return CommConfig(**(comm_of(choices) | ({} if spec.moe else {"dispatch": "auto"})))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=SMALL, choices=engine_choices)
 def test_every_weight_is_held(case: tuple[ModelSpec, Layout], choices: Choices) -> None:
     """Each value of each checkpoint tensor lies on as many ranks as the design says: 1, the KVP group, or all."""
@@ -75,7 +75,7 @@ def copies_of(name: str, spec: ModelSpec, layout: Layout, choices: Choices) -> A
     return layout.num_ranks  # norms, router, projections to the latents, bias of the output
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases(), choices=engine_choices, rank=st.integers(0, 23))
 def test_weight_bytes_are_the_engines(case: tuple[ModelSpec, Layout], choices: Choices, rank: int) -> None:
     spec, layout = case
@@ -84,7 +84,7 @@ def test_weight_bytes_are_the_engines(case: tuple[ModelSpec, Layout], choices: C
     assert rank_weights(spec, layout, choices, FP32, rank=rank).total == held
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(context=st.integers(1, 3000), page_tokens=st.sampled_from((1, 3, 16, 64)), kvp=st.integers(1, 70))
 def test_every_token_is_stored_once(context: int, page_tokens: int, kvp: int) -> None:
     rule = PageRule(page_tokens, kvp)
@@ -127,7 +127,7 @@ def silent_mesh(layout: Layout, rank: int) -> Mesh:
     return Mesh(layout, rank, torch.device("cpu"), *(group(axis) for axis in ("world", "kvp", "tpf", "ep")))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=SMALL, choices=engine_choices, batch=st.integers(1, 5), context=st.integers(1, 60), rank=st.integers(0, 11))
 def test_messages_and_memory_are_the_engines(
     case: tuple[ModelSpec, Layout], choices: Choices, batch: int, context: int, rank: int
