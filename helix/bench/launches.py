@@ -72,13 +72,13 @@ class Sizes:
 
 
 CPU = Sizes(
-    read_bytes=64 << 20,
-    product=512,
+    read_bytes=32 << 20,
+    product=384,
     hidden=256,
-    linear=((256, 256), (1024, 1024), (2048, 2048)),
-    attention=((1, 512, 8, 1), (1, 8192, 8, 1)),
-    latent=((1, 512, 16, 1), (1, 4096, 16, 1)),
-    latent_products=(1, 1024, 64, 1),
+    linear=((256, 256), (768, 768), (2048, 1024)),
+    attention=((1, 512, 8, 1), (1, 4096, 8, 1)),
+    latent=((1, 512, 16, 1), (1, 2048, 16, 1)),
+    latent_products=(1, 512, 64, 1),
     experts=((2, 128), (8, 128)),
     few_experts=((1, 64), (1, 256)),
     num_experts=8,
