@@ -156,18 +156,24 @@ def dense_spec(config: ConfigReader, model_type: str, defaults: DenseDefaults) -
 def fp8_block(config: ConfigReader) -> tuple[int, int] | None:
     """Rows and columns that share a scale in a checkpoint of FP8 weights; None where the weights are not quantised.
 
-    Which tensors are FP8 their dtype says, tensor by tensor; so ``modules_to_not_convert``, which lists those that are
-    stored as they are, needs no reading. Raises: CheckpointError for any other quantisation.
+    `quant_method` ``fp8`` names its blocks; ``compressed-tensors`` in FP8 has a scale for blocks, for each row (one row
+    here, in blocks of 128 columns) or for a whole tensor (blocks of 128 x 128, that share it). Which tensors are FP8
+    their dtype says, tensor by tensor; so the lists of those that are stored as they are need no reading.
+
+    Raises: CheckpointError for any other quantisation.
     """
     for key in ("quantization_config", "compression_config"):
         table = config.table(key)
         if not table:
             continue
         method = table.get("quant_method", "unknown")
+        if method == "compressed-tensors":
+            return _compressed_block(ConfigReader(table, f"{config.prefix}{key}."))
         if method != "fp8":
             raise CheckpointError(
                 f"{config.prefix}{key} says that the weights are quantised (quant_method {method!r}); supported are "
-                f"quant_method 'fp8' with weight_block_size, and unquantised checkpoints in {_one_of(DTYPES)}"
+                "quant_method 'fp8' with weight_block_size, 'compressed-tensors' in FP8, and unquantised checkpoints "
+                f"in {_one_of(DTYPES)}"
             )
         size = table.get("weight_block_size")
         if not (isinstance(size, list) and len(size) == 2 and all(type(one) is int and one > 0 for one in size)):
@@ -175,6 +181,32 @@ def fp8_block(config: ConfigReader) -> tuple[int, int] | None:
             raise ConfigReader(table, f"{config.prefix}{key}.").error("weight_block_size", size, right)
         return size[0], size[1]
     return None
+
+
+def _compressed_block(table: ConfigReader) -> tuple[int, int]:
+    """`fp8_block` of a ``compressed-tensors`` section, whose groups must agree."""
+    found: set[tuple[int, int]] = set()
+    for name, group in table.table("config_groups").items():
+        at = f"{table.prefix}config_groups.{name}.weights."
+        weights = ConfigReader((group or {}).get("weights") or {}, at)
+        if (weights.values.get("type"), weights.values.get("num_bits")) != ("float", 8):
+            raise CheckpointError(
+                f"{at[:-1]} (quant_method 'compressed-tensors') has num_bits {weights.values.get('num_bits')!r} and "
+                f"type {weights.values.get('type')!r}; supported is FP8 (num_bits 8, type 'float')"
+            )
+        strategy = weights.choice("strategy", "tensor", ("tensor", "channel", "block"))
+        size = (
+            weights.values.get("block_structure") if strategy == "block" else [128 if strategy == "tensor" else 1, 128]
+        )
+        if not (isinstance(size, list) and len(size) == 2 and all(type(one) is int and one > 0 for one in size)):
+            raise weights.error(
+                "block_structure", size, "the size of the blocks that share a scale, such as [128, 128]"
+            )
+        found.add((size[0], size[1]))
+    if len(found) != 1:
+        right = "groups of layers whose FP8 weights are scaled alike"
+        raise table.error("config_groups", sorted(found), f"{right} (quant_method 'compressed-tensors')")
+    return found.pop()
 
 
 def refuse_sliding_layers(config: ConfigReader, num_layers: int) -> None:

@@ -6,6 +6,7 @@ A pool row of K is the `num_kv` local heads of one token. Page ids come from `Pa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,13 +15,16 @@ from helix.kernels.fp8_cache import Fp8Rows
 from helix.layout import Layout, attention_shard, cache_token_bytes
 from helix.model_spec import ModelSpec
 
+# A tensor of plain rows, or `Fp8Rows`; operations on pools take either.
+Pool: TypeAlias = Any
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """Pools of one layer: k_PBKD and v_PBKD for GQA; for MLA the one latent pool is both."""
 
-    k: Tensor | Fp8Rows
-    v: Tensor | Fp8Rows
+    k: Pool
+    v: Pool
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -276,7 +276,9 @@ def _fill(
 
 def ignored_tensors(model: Decoder, spec: ModelSpec) -> tuple[str, ...]:
     """Patterns of checkpoint tensors that no layer reads: what is not of the text model, and what is stored twice."""
-    patterns = (*skipped_tensors(spec), "*.rotary_emb.inv_freq")
+    # Scales of activations and cached values, fixed when a checkpoint was quantised: here they follow the values.
+    fixed = ("*.input_scale", "*.output_scale", "*.k_scale", "*.v_scale")
+    patterns = (*skipped_tensors(spec), "*.rotary_emb.inv_freq", *fixed)
     return (*patterns, "lm_head.weight") if model.head.linear is None else patterns
 
 

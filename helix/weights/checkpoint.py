@@ -23,6 +23,7 @@ from helix.weights.pieces import Range
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+COMPRESSED = "compressed-tensors"
 GIT_LFS_START = b"version https://git-lfs"
 FETCH_AGAIN = "fetch the file again"
 
@@ -56,7 +57,9 @@ class TensorHeader:
 class Checkpoint:
     """All headers of a directory, by (renamed) tensor name, in the order of files and of offsets in each file.
 
-    `block_size` is ``quantization_config.weight_block_size`` of config.json and `quant_method` its method, None where
+    The scales of an FP8 tensor are the tensor of its name and `scale_suffix`. `block_size` is the size of the blocks
+    that share one, None where the scales' own shape says it (one for the tensor, or one for each row); `quant_method`
+    is ``quantization_config.quant_method`` of config.json, None where
     config.json gives none.
     """
 
@@ -64,6 +67,7 @@ class Checkpoint:
     tensors: dict[str, TensorHeader]
     block_size: tuple[int, int] | None
     quant_method: str | None
+    scale_suffix: str = "_scale_inv"
 
 
 def open_checkpoint(directory: Path, rename: Callable[[str], str] | None = None) -> Checkpoint:
@@ -94,8 +98,16 @@ def open_checkpoint(directory: Path, rename: Callable[[str], str] | None = None)
             f"{directory / INDEX_FILE} lists tensors that the shards do not hold: {listing(absent)}; index and shards "
             "are of different checkpoints, fetch them again together"
         )
-    block_size, quant_method = _quantization(directory / "config.json")
-    return Checkpoint(directory=directory, tensors=tensors, block_size=block_size, quant_method=quant_method)
+    section = _quantization(directory / "config.json")
+    method = section.get("quant_method")
+    compressed = method == COMPRESSED
+    return Checkpoint(
+        directory=directory,
+        tensors=tensors,
+        block_size=_block_size(directory / "config.json", compressed_weights(section) if compressed else section),
+        quant_method=method,
+        scale_suffix="_scale" if compressed else "_scale_inv",
+    )
 
 
 @contextmanager
@@ -192,25 +204,34 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _quantization(config: Path) -> tuple[tuple[int, int] | None, str | None]:
-    """``weight_block_size`` and ``quant_method`` of config.json, of the text model's part for wrapper models."""
+def _quantization(config: Path) -> dict[str, Any]:
+    """``quantization_config`` of config.json, or of the text model's part for wrapper models; empty without one."""
     content = _read_json(config) if config.is_file() else {}
     text = content.get("text_config")
     section = content.get("quantization_config") or (
         text.get("quantization_config") if isinstance(text, dict) else None
     )
-    if not isinstance(section, dict):
-        return None, None
-    method = section.get("quant_method")
-    size = section.get("weight_block_size")
+    return section if isinstance(section, dict) else {}
+
+
+def compressed_weights(section: dict[str, Any]) -> dict[str, Any]:
+    """What a ``compressed-tensors`` section says about the weights of its first group of layers; empty if nothing."""
+    groups = section.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    return weights if isinstance(weights, dict) else {}
+
+
+def _block_size(config: Path, table: dict[str, Any]) -> tuple[int, int] | None:
+    key = "block_structure" if "block_structure" in table else "weight_block_size"
+    size = table.get(key)
     if size is None:
-        return None, method
+        return None
     if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)):
         raise CheckpointError(
-            f"{config}: quantization_config.weight_block_size is {size!r}; it must be two positive integers "
-            "such as [128, 128]"
+            f"{config}: quantization_config.{key} is {size!r}; it must be two positive integers such as [128, 128]"
         )
-    return (size[0], size[1]), method
+    return (size[0], size[1])
 
 
 def _read_headers(file: Path) -> list[TensorHeader]:

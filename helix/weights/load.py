@@ -21,13 +21,21 @@ from torch import Tensor, nn
 
 from helix.errors import CheckpointError
 from helix.kernels.fp8 import quantise
-from helix.weights.checkpoint import Checkpoint, Reader, TensorHeader, listing, open_checkpoint, open_file, read_slice
+from helix.weights.checkpoint import (
+    COMPRESSED,
+    Checkpoint,
+    Reader,
+    TensorHeader,
+    listing,
+    open_checkpoint,
+    open_file,
+    read_slice,
+)
 from helix.weights.packing import Held, held_in_fp8, place_scales
 from helix.weights.pieces import Declaration, Piece, Range, declare, padding_size
 
 Ignore: TypeAlias = Sequence[str] | Callable[[str], bool]
 
-SCALE_SUFFIX = "_scale_inv"
 FP8 = "F8_E4M3"
 VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, FP8: 1}
 SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E8M0": 1}
@@ -50,9 +58,10 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """Block scales of an FP8 tensor: entry (i, j) multiplies rows [i * bm, (i + 1) * bm) and columns likewise.
+    """Scales of an FP8 tensor: entry (i, j) multiplies rows [i * bm, (i + 1) * bm) and columns likewise.
 
-    `block_size` has one entry per dim of the weight; the dims before the last two are not blocked.
+    `block_size` has one entry per dim of the weight; the dims before the last two are not blocked. The file may leave
+    out dims of one entry: a scale for each row, or one for all.
     """
 
     header: TensorHeader
@@ -67,6 +76,12 @@ class _Scale:
         return tuple(
             (start // size, -(-stop // size)) for (start, stop), size in zip(piece.source, self.block_size, strict=True)
         )
+
+    def read(self, reader: Reader, piece: Piece) -> Tensor:
+        """The scales of `source`, in as many dims as the weight has."""
+        source = self.source(piece)
+        part = read_slice(reader, self.header, source[: len(self.header.shape)])
+        return part.reshape([stop - start for start, stop in source])
 
     def num_bytes(self, piece: Piece) -> int:
         return prod(stop - start for start, stop in self.source(piece)) * SCALE_BYTES[self.header.dtype]
@@ -146,7 +161,8 @@ def load_weights(
         rename: maps a tensor's name in the files to the name that the pieces use.
 
     An FP8 tensor needs block scales in ``<name>_scale_inv`` and ``quantization_config.weight_block_size`` in
-    config.json. It is dequantised, unless the parameter is held in FP8 itself: then values and scales are copied as
+    config.json; one of a ``compressed-tensors`` checkpoint needs scales in ``<name>_scale``, for blocks, for rows, or
+    one for all. It is dequantised, unless the parameter is held in FP8 itself: then values and scales are copied as
     they are. Other tensors are quantised for such a parameter.
 
     Raises:
@@ -228,7 +244,7 @@ def _check_extra(checkpoint: Checkpoint, ignore: Ignore, known: frozenset[str]) 
     ignored: list[str] = []
     extra: list[str] = []
     for name, header in checkpoint.tensors.items():
-        weight = name.removesuffix(SCALE_SUFFIX)
+        weight = name.removesuffix(checkpoint.scale_suffix)
         is_scale = weight != name and weight in known and checkpoint.tensors[weight].dtype == FP8
         if name in known or is_scale:
             continue
@@ -249,11 +265,11 @@ def _is_ignored(name: str, ignore: Ignore) -> bool:
 
 
 def _quantization_hint(checkpoint: Checkpoint) -> str:
-    if checkpoint.quant_method in (None, "fp8"):
+    if checkpoint.quant_method in (None, "fp8", COMPRESSED):
         return ""
     return (
         f"; config.json says quantization_config.quant_method is {checkpoint.quant_method!r}, and Helix reads only fp8 "
-        "with weight_block_size, or weights that are not quantised"
+        f"with weight_block_size, {COMPRESSED} in FP8, or weights that are not quantised"
     )
 
 
@@ -287,27 +303,31 @@ def _make_fill(
 
 def _find_scale(checkpoint: Checkpoint, header: TensorHeader, piece: Piece) -> _Scale:
     """The block scales of an FP8 tensor, after checking that they are there and fit it."""
-    name = piece.name + SCALE_SUFFIX
+    name = piece.name + checkpoint.scale_suffix
     where = f"{header.file}: tensor {header.name} has dtype {FP8}"
     scale = checkpoint.tensors.get(name)
     if scale is None:
         raise CheckpointError(f"{where}, but its block scales {name} are missing{_quantization_hint(checkpoint)}")
-    if checkpoint.block_size is None:
-        raise CheckpointError(
-            f"{where}, but config.json gives no quantization_config.weight_block_size (such as [128, 128])"
-        )
     if len(header.shape) < 2:
         raise CheckpointError(f"{where} and shape {list(header.shape)}; block scales need at least two dims")
     if scale.dtype not in SCALE_BYTES:
         raise CheckpointError(
             f"{scale.file}: scales {name} have dtype {scale.dtype}; expected one of {', '.join(SCALE_BYTES)}"
         )
-    block_size = (1,) * (len(header.shape) - 2) + checkpoint.block_size
-    needed = tuple(-(-size // block) for size, block in zip(header.shape, block_size, strict=True))
-    if scale.shape != needed:
+    block = checkpoint.block_size
+    if block is None and checkpoint.quant_method != COMPRESSED:
+        raise CheckpointError(
+            f"{where}, but config.json gives no quantization_config.weight_block_size (such as [128, 128])"
+        )
+    if block is None:
+        one = prod(scale.shape) == 1
+        block = (header.shape[-2] if one else 1, header.shape[-1])
+    block_size = (1,) * (len(header.shape) - 2) + block
+    needed = tuple(-(-size // length) for size, length in zip(header.shape, block_size, strict=True))
+    if scale.shape != needed and (checkpoint.block_size is not None or scale.shape not in ((needed[0],), ())):
         raise CheckpointError(
             f"{scale.file}: scales {name} have shape {list(scale.shape)}, but {header.name} of {list(header.shape)} in "
-            f"blocks of {list(checkpoint.block_size)} needs {list(needed)}"
+            f"blocks of {list(block)} needs {list(needed)}"
         )
     return _Scale(header=scale, block_size=block_size)
 
@@ -331,8 +351,7 @@ def _read(fill: _Fill, reader: Reader, others: dict[Path, Reader], stack: ExitSt
             if file not in others:
                 others[file] = stack.enter_context(open_file(file))
             reader = others[file]
-        scales = read_slice(reader, fill.scale.header, fill.scale.source(fill.piece))
-        scales = scales.to(target.device).to(torch.float32)
+        scales = fill.scale.read(reader, fill.piece).to(target.device).to(torch.float32)
         # FP8 travels to the device as it is; only there it grows to fp32.
         part = part.to(target.device)
         if fill.held is not None:
@@ -374,6 +393,9 @@ def _multiply_blocks(part: Tensor, scales: Tensor, source: tuple[Range, ...], bl
     """
     (row_start, row_stop), (col_start, col_stop) = source[-2:]
     bm, bn = block_size[-2:]
+    if bm == 1 and bn >= col_stop:
+        part.mul_(scales)
+        return
     columns = torch.arange(col_start, col_stop, device=part.device) // bn - col_start // bn
     column_scales = scales.index_select(-1, columns)
     # One block row at a time: the scales of the whole rectangle would take as much memory as the weight itself.

@@ -144,6 +144,70 @@ def test_every_slice_of_every_layout(pairs: dict[str, Pair], family: str, num_ra
             assert set(seen) == set(values)
 
 
+def compressed_section(**weights: Any) -> dict[str, Any]:
+    form = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False} | weights
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"g": {"weights": form}},
+    }
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("llama", "tensor"), ("deepseek_v3_moe", "channel")])
+def test_compressed_tensors_on_every_slice(tiny: TinyModels, tmp_path: Path, family: str, strategy: str) -> None:
+    """One scale for a tensor or for each row, dequantised or held; scales fixed for activations are passed over."""
+    source = Path(tiny.path(family))
+    with safe_open(source / "model.safetensors", framework="pt") as reader:
+        tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (no mapping)
+    generator = torch.Generator().manual_seed(3)
+    stored: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stored[name] = values[name] = tensor
+        if is_converted(name):
+            rounded = (tensor / tensor.abs().max() * 15).round()
+            rows = len(tensor) if strategy == "channel" else 1
+            scales = torch.exp2(torch.randint(-8, -3, (rows, 1), generator=generator).float())
+            stored[name] = rounded.to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = scales if strategy == "channel" else scales[0]
+            stored[f"{name.removesuffix('.weight')}.input_scale"] = torch.ones(1)
+            values[name] = rounded * scales
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": compressed_section(strategy=strategy)})
+    )
+    spec, block = load_spec(tmp_path), (1, 128) if strategy == "channel" else (128, 128)
+    assert spec.fp8_block == block
+    held = Packing(block, fp8_tensors(tmp_path))
+    for num_ranks in (1, 3, 4):
+        for layout in list(legal_layouts(spec, num_ranks))[-2:]:
+            for rank in range(num_ranks):
+                plain = rank_model(tmp_path, layout, rank, CommConfig())
+                for _, tensor, pieces in declare(plain):
+                    for piece in pieces:
+                        index = tuple(slice(start, stop) for start, stop in piece.source)
+                        assert torch.equal(piece.view(tensor), values[piece.name][index]), (layout, rank, piece.name)
+                packed = plain_weights(rank_model(tmp_path, layout, rank, CommConfig(), held))
+                assert all(
+                    torch.equal(tensor, kept) for (_, tensor, _), kept in zip(declare(plain), packed, strict=True)
+                )
+
+
+def test_other_compressed_tensors_are_refused_by_name(tiny: TinyModels) -> None:
+    for weights, words in (
+        ({"num_bits": 4, "type": "int"}, "num_bits 4 and type 'int'; supported is FP8"),
+        ({"num_bits": 4, "strategy": "tensor_group"}, "num_bits 4 and type 'float'; supported is FP8"),
+        ({"strategy": "token"}, "strategy is 'token'"),
+        ({"strategy": "block"}, "block_structure is None"),
+    ):
+        section = compressed_section(**weights)
+        with pytest.raises(CheckpointError, match=words):
+            spec_from_config(quantised_config("llama", tiny, section))
+    section = compressed_section(strategy="block", block_structure=[128, 64])
+    assert spec_from_config(quantised_config("llama", tiny, section)).fp8_block == (128, 64)
+
+
 def settings(directory: Path, layout: dict[str, int]) -> dict[str, Any]:
     return {
         "model": {"path": str(directory), "dtype": "float32"},
@@ -212,7 +276,7 @@ def test_families_take_fp8_with_blocks_and_nothing_else(tiny: TinyModels, family
     section = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     plain = spec_from_config(json.loads((Path(tiny.path(family)) / "config.json").read_text()))
     assert spec_from_config(quantised_config(family, tiny, section)) == replace(plain, fp8_block=(128, 128))
-    for method in ("awq", "gptq", "compressed-tensors", "fbgemm_fp8"):
+    for method in ("awq", "gptq", "fbgemm_fp8"):
         with pytest.raises(CheckpointError, match=rf"quantization_config .*quant_method '{method}'"):
             spec_from_config(quantised_config(family, tiny, {"quant_method": method, "weight_block_size": [128, 128]}))
     with pytest.raises(

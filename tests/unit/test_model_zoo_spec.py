@@ -375,7 +375,7 @@ def test_qwen_windows(model_type: str) -> None:
     [
         ({"hidden_act": "tanh"}, r"hidden_act is 'tanh'; it must be one of silu, gelu, gelu_pytorch_tanh, relu"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantization_config .*'awq'"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config .*'compressed-tensors'"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config.*'compressed-tensors'"),
         ({"dtype": "float64"}, "dtype is 'float64'; it must be one of bfloat16, float16, float32"),
         ({"dtype": None, "torch_dtype": "int8"}, "torch_dtype is 'int8'"),
         ({"vocab_size": "331"}, "vocab_size is '331'; it must be an integer"),
