@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from helix import Engine, SamplingParams
+from helix.verify import FP8_DIVERGENCE, measure_accuracy
 from tests.parallel import jobs
 from tests.ranks import RankPool
 
@@ -95,3 +96,22 @@ def test_stop_string_ends_the_text_and_frees_the_pages(engine: Engine) -> None:
     assert output.text.endswith("is ")
     assert "Paris" not in output.text
     assert engine.num_free_rows == free
+
+
+def test_fp8_is_close(smollm2: Path) -> None:
+    """Real weights quantised at load, and a cache in FP8: inside the bound that `helix verify` states."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    texts = [tokenizer(text)["input_ids"] for text in (TEXTS[1], "The sun rises in the east and sets in the west.")]
+    found = {}
+    for name, quantize, cache in (("none", "none", "auto"), ("weights", "fp8", "auto"), ("cache", "none", "fp8")):
+        settings: dict[str, Any] = {
+            "model": {"path": str(smollm2), "dtype": "float32", "quantize": quantize},
+            "cache": {"dtype": cache, "num_page_rows": 8},
+            "engine": {"device": "cpu", "max_batch": 1},
+        }
+        with Engine(settings) as engine:
+            found[name] = [engine.logits(ids) for ids in texts]
+    for name in ("weights", "cache"):
+        cost = measure_accuracy(texts, found[name], found["none"])
+        assert 0 < cost.mean_divergence < FP8_DIVERGENCE, (name, cost)
+        assert cost.perplexity < 1.1 * cost.reference_perplexity, (name, cost)
