@@ -27,7 +27,7 @@ _DIRECTORY: Final = Path(__file__).parent / "cards"
 class Card:
     """One model card. `source` says where the numbers are from, `checkpoint_dtype` how the public weights are stored.
 
-    ``float8_e4m3fn`` means FP8 weights with block scales, which are dequantised to the config's dtype while loading.
+    ``float8_e4m3fn`` means FP8 weights with block scales, which `model.quantize` keeps or dequantises while loading.
     """
 
     name: str
