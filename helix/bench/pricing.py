@@ -54,7 +54,9 @@ class Pricing:
         return cls(
             spec=spec,
             placement=Placement(layout=layout, choices=choices_of(config.comm)),
-            formats=make_formats(weights, str(cache).removeprefix("torch."), dense),
+            formats=make_formats(
+                weights, "float8" if cache is torch.float8_e4m3fn else str(cache).removeprefix("torch."), dense
+            ),
             hardware=None if card is None else load_hardware(card),
             page_tokens=config.cache.page_tokens,
         )
