@@ -232,7 +232,8 @@ def test_both_forms_give_the_same(dtype: torch.dtype, tolerance: float) -> None:
     assert size > 0.1
     assert (absorbed - expanded).abs().max() < tolerance * size
     assert (absorbed - mixed).abs().max() < tolerance * size
-    assert torch.equal(mixed[7:], expanded[7:]), "the third sequence is expanded in both"
+    # The third sequence is expanded in both; products of another shape may round otherwise on some processors.
+    assert (mixed[7:] - expanded[7:]).abs().max() < 0.5 * tolerance * size
     assert not torch.equal(absorbed, expanded), "they are two ways of rounding"
 
 
