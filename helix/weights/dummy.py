@@ -59,7 +59,7 @@ def _fill_random(target: Tensor, piece: Piece, seed: int, factor: float) -> None
         # One pass instead of twenty. Its module needs a compiler, so it is imported here.
         fill = import_module("helix.kernels.triton_fill").fill_normal
         (first_row, _), (first_column, _) = piece.source
-        fill(target, (first_row, first_column), (keys[0], keys[1]), sqrt(2.0) * STANDARD_DEVIATION)
+        fill(target, (first_row, first_column), (keys[0], keys[1]), sqrt(2.0) * STANDARD_DEVIATION * factor)
         return
     if not piece.shape:
         target.copy_(_normal(_scramble(torch.tensor(keys[0], dtype=torch.int32, device=target.device))))

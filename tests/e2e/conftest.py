@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.served import Served, Starter
+if TYPE_CHECKING:
+    from tests.e2e.served import Served, Starter
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    # Only here: the other tests of this directory run where the server's client is not installed.
+    from tests.e2e.served import Served
+
     started: list[Served] = []
 
     def run(config: dict[str, Any], num_launched: int = 0) -> Served:
