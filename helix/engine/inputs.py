@@ -109,7 +109,25 @@ class StaticInputs:
         if numbers_R5 is not None:
             host[_NUMBERS:, :size] = numbers_R5.T.copy().view(np.int64)
         self._fields[_KNOWN:].copy_(host_tensor(host[_KNOWN:], self._fields.device), non_blocking=True)
+        self._move_rows(items)
         self._write_rows(items)
+
+    def _move_rows(self, items: Sequence[StepItem]) -> None:
+        """Where requests ended, the ones behind them change places: their page tables move with them, on the device.
+
+        A table may have ten thousands of entries, and to write all of them anew would take longer than a step.
+        """
+        where: dict[int, int] = {}
+        for place, held in enumerate(self._held):
+            best = where.get(id(held.rows))
+            if best is None or held.count > self._held[best].count:
+                where[id(held.rows)] = place
+        order = [where.get(id(item.request.rows), place) for place, item in enumerate(items)]
+        if order != list(range(len(items))):
+            device = self._table.device
+            order_S = host_tensor(np.array(order, dtype=np.int64), device).to(device, non_blocking=True)
+            self._table[: len(order)] = self._table.index_select(0, order_S)
+            self._held[: len(order)] = [self._held[place] for place in order]
 
     def _write_rows(self, items: Sequence[StepItem]) -> None:
         """Bring page tables up to date. A request's list only grows; where its rows were freed it has a new one."""
