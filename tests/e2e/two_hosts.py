@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,22 +158,54 @@ def _wait_for_ssh(hosts: TwoHosts) -> None:
             time.sleep(0.1)
 
 
-class ServedByTwo:
-    """``deepspeed --hostfile FILE launch/serve.py --config FILE``, started on node-0."""
+# Stand-ins for Slurm's commands: one task a node, in the job's environment.
+_SCONTROL = "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"
+_SRUN = """#!/bin/bash
+shift
+printf -v command '%q ' "$@"
+for node in 0 1; do
+    ssh -F {directory}/ssh_config node-$node "cd $PWD; $(export -p); export SLURM_NODEID=$node; $command" &
+done
+wait
+"""
+_DEEPSPEED = '#!/bin/sh\nexec {python} -m deepspeed.launcher.runner --enable_each_rank_log {directory}/ranks "$@"\n'
 
-    def __init__(self, hosts: TwoHosts, config: dict[str, Any]) -> None:
+
+def hostfile_command(directory: Path, config: Path) -> str:
+    """What a person types on node-0."""
+    launcher = f"{sys.executable} -m deepspeed.launcher.runner --enable_each_rank_log {directory}/ranks"
+    # The launcher hands variables whose names begin with PYTHON to every node.
+    variables = f"PYTHONPATH={ROOT} PYTHONUNBUFFERED=1 DS_ACCELERATOR=cpu"
+    return f"{variables} {launcher} --hostfile {directory}/hostfile launch/serve.py --config {config}"
+
+
+def slurm_command(directory: Path, config: Path) -> str:
+    """What Slurm runs on node-0."""
+    tools = directory / "bin"
+    tools.mkdir()
+    for name, script in (("scontrol", _SCONTROL), ("srun", _SRUN), ("deepspeed", _DEEPSPEED)):
+        file = tools / name
+        file.write_text(script.replace("{directory}", str(directory)).replace("{python}", sys.executable))
+        file.chmod(0o755)
+    job = "SLURM_JOB_NODELIST='node-[0-1]' SLURM_JOB_ID=7 SLURM_GPUS_ON_NODE=1"
+    script = ROOT / "launch" / "slurm.sbatch"
+    return (
+        f"cd {directory}; ln -s {ROOT}/launch launch; PATH={tools}:$PATH PYTHONPATH={ROOT} {job} bash {script} {config}"
+    )
+
+
+class ServedByTwo:
+    """``launch/serve.py`` over both hosts, started by `command` (see `hostfile_command`, `slurm_command`) on node-0."""
+
+    def __init__(self, hosts: TwoHosts, config: dict[str, Any], command: Callable[[Path, Path], str]) -> None:
         self.hosts = hosts
         self.port = 8000
         file = hosts.directory / "serve.yaml"
         file.write_text(yaml.safe_dump(config | {"server": {"port": self.port, "model_name": "served"}}))
         self._log = hosts.directory / "log"
-        launcher = f"{sys.executable} -m deepspeed.launcher.runner --hostfile {hosts.directory}/hostfile"
-        launcher += f" --enable_each_rank_log {hosts.directory}/ranks"
-        # The launcher hands variables whose names begin with PYTHON to every node.
-        variables = f"PYTHONPATH={ROOT} PYTHONUNBUFFERED=1 DS_ACCELERATOR=cpu"
-        command = f"cd {ROOT} && {variables} {launcher} launch/serve.py --config {file}"
         with self._log.open("wb") as log:
-            self.process = hosts.ssh(0, command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            started = f"cd {ROOT} && {command(hosts.directory, file)}"
+            self.process = hosts.ssh(0, started, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def log(self) -> str:
         """What the launcher said, and each rank, those among them whose last words no other host could hear."""
@@ -244,7 +276,7 @@ QUESTION = {"messages": [{"role": "user", "content": "What is the capital of Fra
 
 def _show(model: Path) -> None:
     with tempfile.TemporaryDirectory() as name, two_hosts(Path(name)) as hosts:
-        served = ServedByTwo(hosts, smollm2_config(model))
+        served = ServedByTwo(hosts, smollm2_config(model), hostfile_command)
         served.wait_ready()
         print(text_of(served.stream(QUESTION | {"stream": True}).communicate(timeout=120)[0]))
         client = served.stream(QUESTION | {"stream": True, "ignore_eos": True, "max_tokens": 900})
