@@ -98,7 +98,7 @@ def _draw_ranked(
     before_RC = torch.nn.functional.pad(sum_RC[:, :-1], (1, 0))
     in_nucleus_RC = (before_RC < mass_R1) | (top_p_R1 >= 1)
     kept_RC = weight_RC.where(in_nucleus_RC & (weight_RC >= min_p_R1), 0.0)
-    place_R = pick(kept_RC, uniform_R1, torch.zeros_like(id_RC[:, 0]))
+    place_R = pick(kept_RC, id_RC, uniform_R1)
     token_R = id_RC.gather(-1, place_R[:, None])[:, 0]
     return torch.where((holds_R1 | is_whole_R1)[:, 0], token_R, UNDECIDED)
 

@@ -1,24 +1,29 @@
 """Tokens drawn at random from logits, without ranks, and the drawing itself.
 
-Weights are summed in fp64: a sum may be taken in any order, and its rounding then moves no token.
+Each token gets a random number of its own, hashed from the row's number and its id, and the token with the largest
+``weight / -log(number)`` is taken: an exponential race, which each wins in proportion to its weight. So the rounding of
+the logits, which differs from batch to batch and from layout to layout, moves a token about as rarely as two tokens
+are within it of each other. (Inverting the running sum of the weights does not have this: there the rounding of all
+logits before a token adds up, and moves every token that is rarer than the sum.)
 
-Letters: R rows, C candidates of a row, V vocabulary, P parts that it is searched in, W width of a part.
+Letters: R rows, C candidates of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-_MAX_PARTS = 256
+# SplitMix64's step and factors (Steele, Lea, Flood 2014), as signed integers.
+GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
+FACTOR1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+FACTOR2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def draw_tokens(
     logits_RV: Tensor, greedy_R: Tensor, temperature_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """int64 [R]: a token of each row, drawn in proportion to ``exp(logit / temperature)``, in the order of the ids.
+    """int64 [R]: a token of each row, drawn in proportion to ``exp(logit / temperature)``.
 
     `greedy_R` is the id of each row's largest logit. Tokens of less than `min_p_R` times its probability are left out.
     `uniform_R` in [0, 1) is the random number. These three are fp64, and may lie apart. A row whose greedy id is
@@ -26,7 +31,8 @@ def draw_tokens(
     """
     best_R1 = logits_RV.gather(1, greedy_R.clamp(min=0)[:, None])
     weight_RV = weigh(logits_RV, best_R1, temperature_R[:, None])
-    token_R = pick(weight_RV.where(weight_RV >= min_p_R[:, None], 0.0), uniform_R[:, None], greedy_R)
+    id_V = torch.arange(weight_RV.shape[1], device=weight_RV.device)
+    token_R = pick(weight_RV.where(weight_RV >= min_p_R[:, None], 0.0), id_V, uniform_R[:, None])
     return torch.where((temperature_R > 0) & (greedy_R >= 0), token_R, greedy_R)
 
 
@@ -36,17 +42,21 @@ def weigh(logits_RV: Tensor, best_R1: Tensor, temperature_R1: Tensor) -> Tensor:
     return shifted_RV.double().div_(temperature_R1).exp_()
 
 
-def pick(weight_RC: Tensor, uniform_R1: Tensor, fallback_R: Tensor) -> Tensor:
-    """Places [R] drawn in proportion to the weights, by inversion of their running sum: its part first, then within."""
-    parts = math.gcd(weight_RC.shape[1], _MAX_PARTS)
-    weight_RPW = weight_RC.unflatten(1, (parts, -1))
-    width = weight_RPW.shape[2]
-    sum_RP = weight_RPW.sum(dim=-1).cumsum(dim=-1)
-    target_R1 = uniform_R1 * sum_RP[:, -1:]
-    part_R1 = torch.searchsorted(sum_RP, target_R1, right=True).clamp(max=parts - 1)
-    before_R1 = torch.nn.functional.pad(sum_RP, (1, 0)).gather(-1, part_R1)
-    within_RW = weight_RPW.gather(1, part_R1[:, :, None].expand(-1, 1, width))[:, 0]
-    place_R1 = torch.searchsorted(within_RW.cumsum(dim=-1) + before_R1, target_R1, right=True).clamp(max=width - 1)
-    # Rounding may land on a weight of 0, about once in 2**50 draws; that token is never legal.
-    weight_R = within_RW.gather(-1, place_R1)[:, 0]
-    return torch.where(weight_R > 0, (part_R1 * width + place_R1)[:, 0], fallback_R)
+def pick(weight_RC: Tensor, id_RC: Tensor, uniform_R1: Tensor) -> Tensor:
+    """Places [R] drawn in proportion to the fp64 weights; `id_RC` are the candidates' tokens. A weight of 0 never wins.
+
+    The result depends on each token's weight and id, and not on the order of the candidates.
+    """
+    number_RC = token_numbers(uniform_R1, id_RC)
+    return (weight_RC / number_RC.log_().neg_()).argmax(dim=-1)
+
+
+def token_numbers(uniform_R1: Tensor, id_RC: Tensor) -> Tensor:
+    """fp64 [R, C], evenly spread between 0 and 1, both left out: each token's own number in its row."""
+    key_R1 = (uniform_R1 * 2.0**52).long()
+    value_RC = key_R1 + (id_RC + 1) * GOLDEN64
+    # Shifts of signed integers repeat the sign, which the masks take away.
+    value_RC = (value_RC ^ (value_RC >> 30 & 0x3FFFFFFFF)) * FACTOR1
+    value_RC = (value_RC ^ (value_RC >> 27 & 0x1FFFFFFFFF)) * FACTOR2
+    value_RC = value_RC ^ (value_RC >> 31 & 0x1FFFFFFFF)
+    return ((value_RC >> 12 & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52

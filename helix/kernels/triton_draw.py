@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from helix.kernels.draw import FACTOR1, FACTOR2, GOLDEN64
+
 _COLUMNS = 1024
 
 
@@ -29,50 +31,57 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_parts(  # type: ignore[no-untyped-def]
-    logits_ptr, greedy_ptr, temperature_ptr, min_p_ptr, sum_ptr, row_stride, number_stride, V, COLUMNS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    weight_c = _weigh(
-        logits_ptr, greedy_ptr, temperature_ptr, min_p_ptr, row, row_stride, number_stride, part, V, COLUMNS
-    )
-    tl.store(sum_ptr + row * tl.num_programs(1) + part, tl.sum(weight_c, 0))
-
-
-@triton.jit
-def _pick(  # type: ignore[no-untyped-def]
+def _win_parts(  # type: ignore[no-untyped-def]
     logits_ptr,
     greedy_ptr,
     temperature_ptr,
     min_p_ptr,
     uniform_ptr,
-    sum_ptr,
+    score_ptr,
     token_ptr,
     row_stride,
     number_stride,
-    num_parts,
     V,
+    GOLDEN: tl.constexpr,
+    FACTOR1: tl.constexpr,
+    FACTOR2: tl.constexpr,
     COLUMNS: tl.constexpr,
-    P_PAD: tl.constexpr,
 ):
-    """The part in which the running sum passes the drawn share of the whole, and the place in it."""
+    """The winner of one part of a row and its score."""
     row = tl.program_id(0).to(tl.int64)
-    part_p = tl.arange(0, P_PAD)
-    sum_p = tl.cumsum(tl.load(sum_ptr + row * num_parts + part_p, mask=part_p < num_parts, other=0.0), 0)
-    target = tl.load(uniform_ptr + row * number_stride) * tl.max(sum_p, 0)
-    part = tl.minimum(tl.sum((sum_p <= target).to(tl.int32), 0), num_parts - 1)
-    before = tl.sum(tl.where(part_p == part - 1, sum_p, 0.0), 0)
+    part = tl.program_id(1)
     weight_c = _weigh(
         logits_ptr, greedy_ptr, temperature_ptr, min_p_ptr, row, row_stride, number_stride, part, V, COLUMNS
     )
-    sum_c = tl.cumsum(weight_c, 0) + before
-    place = tl.minimum(tl.sum((sum_c <= target).to(tl.int32), 0), COLUMNS - 1)
-    place_c = tl.arange(0, COLUMNS)
-    weight = tl.sum(tl.where(place_c == place, weight_c, 0.0), 0)
+    column_c = part * COLUMNS + tl.arange(0, COLUMNS)
+    key = (tl.load(uniform_ptr + row * number_stride) * 4503599627370496.0).to(tl.int64)
+    value_c = key + (column_c.to(tl.int64) + 1) * GOLDEN
+    value_c = (value_c ^ ((value_c >> 30) & 0x3FFFFFFFF)) * FACTOR1
+    value_c = (value_c ^ ((value_c >> 27) & 0x1FFFFFFFFF)) * FACTOR2
+    value_c = value_c ^ ((value_c >> 31) & 0x1FFFFFFFF)
+    number_c = (((value_c >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    score_c = weight_c / -tl.log(number_c)
+    score = tl.max(score_c, 0)
+    at = row * tl.num_programs(1) + part
+    tl.store(score_ptr + at, score)
+    tl.store(token_ptr + at, tl.min(tl.where(score_c == score, column_c, V), 0))
+
+
+@triton.jit
+def _win(  # type: ignore[no-untyped-def]
+    greedy_ptr, temperature_ptr, score_ptr, part_token_ptr, token_ptr, number_stride, num_parts, P_PAD: tl.constexpr
+):
+    """The winner of a row among those of its parts; the greedy token where nothing is drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    part_p = tl.arange(0, P_PAD)
+    there_p = part_p < num_parts
+    score_p = tl.load(score_ptr + row * num_parts + part_p, mask=there_p, other=-1.0)
+    token_p = tl.load(part_token_ptr + row * num_parts + part_p, mask=there_p, other=0)
+    score = tl.max(score_p, 0)
+    token = tl.min(tl.where(score_p == score, token_p, 2147483647), 0)
     greedy = tl.load(greedy_ptr + row)
-    is_drawn = (tl.load(temperature_ptr + row * number_stride) > 0) & (greedy >= 0) & (weight > 0)
-    tl.store(token_ptr + row, tl.where(is_drawn, (part * COLUMNS + place).to(tl.int64), greedy))
+    is_drawn = (tl.load(temperature_ptr + row * number_stride) > 0) & (greedy >= 0)
+    tl.store(token_ptr + row, tl.where(is_drawn, token.to(tl.int64), greedy))
 
 
 def draw_tokens(
@@ -87,19 +96,24 @@ def draw_tokens(
     if not rows:
         return token_R
     parts = triton.cdiv(vocab, _COLUMNS)
-    sum_RP = torch.empty(rows, parts, dtype=torch.float64, device=logits_RV.device)
-    given = (logits_RV, greedy_R, temperature_R, min_p_R)
-    strides_ = (logits_RV.stride(0), temperature_R.stride(0))
-    _sum_parts[(rows, parts)](*given, sum_RP, *strides_, vocab, COLUMNS=_COLUMNS)
-    _pick[(rows,)](
-        *given,
+    score_RP = torch.empty(rows, parts, dtype=torch.float64, device=logits_RV.device)
+    token_RP = torch.empty(rows, parts, dtype=torch.int32, device=logits_RV.device)
+    _win_parts[(rows, parts)](
+        logits_RV,
+        greedy_R,
+        temperature_R,
+        min_p_R,
         uniform_R,
-        sum_RP,
-        token_R,
-        *strides_,
-        parts,
+        score_RP,
+        token_RP,
+        logits_RV.stride(0),
+        temperature_R.stride(0),
         vocab,
+        GOLDEN=GOLDEN64,
+        FACTOR1=FACTOR1,
+        FACTOR2=FACTOR2,
         COLUMNS=_COLUMNS,
-        P_PAD=triton.next_power_of_2(parts),
     )
+    padded = triton.next_power_of_2(parts)
+    _win[(rows,)](greedy_R, temperature_R, score_RP, token_RP, token_R, temperature_R.stride(0), parts, P_PAD=padded)
     return token_R

@@ -241,7 +241,7 @@ def check_draw(device: torch.device, dtype: torch.dtype) -> None:
         greedy[5] = -1
         temperature = torch.tensor([1.0, 0.0, 1e-300, 2.0, 1e300, 1.0, 0.7], dtype=torch.float64)
         min_p = torch.tensor([0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 1.0], dtype=torch.float64)
-        for uniform in (0.0, 0.37, 1 - 2**-40):
+        for uniform in (0.0, 0.37, 1 - 2**-52):
             numbers = torch.stack([temperature, min_p, torch.full_like(min_p, uniform)])
             want = draw_tokens(wide[:, :vocab], greedy, *numbers)
             there = numbers.T.contiguous().to(device).T
