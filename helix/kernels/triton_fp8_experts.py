@@ -279,7 +279,7 @@ def few(
     """`expert_products` by pairs, without sorting; `tile` replaces what would be chosen."""
     (tokens, hidden), pairs = x_TC.shape, expert_Tk.numel()
     experts, _, width = down.shape
-    tile = tile or Tile(rows=8, unroll=4, pairs=1, warps=4, stages=1)
+    tile = tile or Tile(rows=8 if tokens == 1 else 16, unroll=4, pairs=1, warps=4, stages=1)
     between, out = x_TC.new_empty(pairs, width), torch.empty_like(x_TC)
     common = {
         "E": experts,

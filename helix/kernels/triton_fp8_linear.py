@@ -20,8 +20,9 @@ from torch import Tensor
 from helix.kernels import fp8
 from helix.kernels.fp8 import Packed
 
-# Up to here the weight's way from memory takes longer than the arithmetic.
-WEIGHT_ONLY_TOKENS = 64
+# Up to here the weight's way from memory takes longer than the arithmetic; and up to here weight-only products are
+# better than dequantised weights, where both operands cannot be FP8.
+WEIGHT_ONLY_TOKENS, FEW_TOKENS = 32, 256
 _GROUP = 128
 # So few outputs that their tiles alone leave processors idle.
 _FEW_OUTPUTS = 6000
@@ -123,17 +124,18 @@ def choose_tile(tokens: int, outputs: int, num_blocks: int) -> Tile:
     few = outputs < _FEW_OUTPUTS and num_blocks >= 16
     if tokens <= 16:
         return Tile(rows=32, unroll=2, split=4 if few else 1, warps=4, stages=3)
-    return Tile(rows=64, unroll=1, split=4 if few else 1, warps=4, stages=4)
+    return Tile(rows=64, unroll=1, split=8 if few and tokens <= 64 else 1, warps=4, stages=4)
 
 
 def linear_fp8(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     """`helix.kernels.fp8.linear_fp8` on the device; activations stay as they are up to `WEIGHT_ONLY_TOKENS` tokens."""
     x_TK = x.flatten(0, -2).contiguous()
     y_TN: Tensor
-    if x_TK.shape[0] <= WEIGHT_ONLY_TOKENS:
-        y_TN = weight_only(x_TK, weight, bias)
-    elif scales_fit(x_TK, weight):
+    tokens = x_TK.shape[0]
+    if tokens > WEIGHT_ONLY_TOKENS and scales_fit(x_TK, weight):
         y_TN = both_fp8(x_TK, weight, bias)
+    elif tokens <= FEW_TOKENS:
+        y_TN = weight_only(x_TK, weight, bias)
     else:
         y_TN = fp8.linear_fp8(x_TK, weight, bias)
     return y_TN.view(*x.shape[:-1], weight.shape[0])

@@ -45,7 +45,7 @@ SPLIT = triton_fp8_linear.Tile(rows=32, unroll=2, split=4, warps=4, stages=3)
 
 def check_linear(device: torch.device, dtype: torch.dtype) -> None:
     """Sizes off every tile, each grid, with and without a bias, from one token to more than a tile."""
-    sizes = ((72, 300),) if device.type == "cpu" else ((72, 300), (2112, 7168), (576, 1536))
+    sizes = ((72, 300),) if device.type == "cpu" else ((72, 300), (576, 1536))
     for outputs, inputs in sizes:
         for grid in GRIDS:
             weight = packed(outputs, inputs, grid=grid)
@@ -92,7 +92,7 @@ def check_many_tokens(device: torch.device, dtype: torch.dtype) -> None:
     """Activations in FP8 where blocks lie whole and the device has products for them; otherwise as few tokens do."""
     if device.type != "cuda" or dtype is not torch.bfloat16:
         return
-    for outputs, inputs in ((576, 1536), (2112, 7168), (256, 2304)):
+    for outputs, inputs in ((576, 1536), (256, 2304)):
         for grid in GRIDS:
             weight = packed(outputs, inputs, grid=grid)
             weight.scale.nan_to_num_(0.0)
