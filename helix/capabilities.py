@@ -89,6 +89,12 @@ CAPABILITIES = (
     Capability(field="comm.exchange_space", values="latent, value", works="MLA", problem=_exchange_space),
     Capability(field="comm.dispatch", values="local, alltoall", works="models with experts", problem=_dispatch),
     Capability(
+        field="comm.shared_projections",
+        values="auto, off, a number of tokens",
+        works="all models; prompts with kvp above 1",
+        problem=_none,
+    ),
+    Capability(
         field="engine.graphs",
         values="auto, on, off",
         works="GPUs, one rank or NCCL; experts in bfloat16 with dispatch local",

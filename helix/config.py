@@ -112,7 +112,11 @@ class CacheConfig(_Section):
 
 
 class CommConfig(_Section):
-    """How ranks exchange; `overlap` is the number of chunks of the batch, or off for the lockstep order."""
+    """How ranks exchange; `overlap` is the number of chunks of the batch, or off for the lockstep order.
+
+    `shared_projections`: steps of at least that many tokens are projected (QKV, or MLA's down-projections) in shares by
+    the ranks of a KVP group and gathered; others, and all with off, are projected by each rank as a whole.
+    """
 
     transport: Literal["auto", "collective", "symmetric"] = "auto"
     merge: Literal["a2a", "ag_rs"] = "a2a"
@@ -120,6 +124,7 @@ class CommConfig(_Section):
     query: Literal["auto", "replicate", "gather"] = "auto"
     exchange_space: Literal["auto", "latent", "value"] = "auto"
     dispatch: Literal["auto", "local", "alltoall"] = "auto"
+    shared_projections: Annotated[Literal["auto", "off"] | Count, BeforeValidator(_switch_name)] = "auto"
 
 
 class EngineConfig(_Section):

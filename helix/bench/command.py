@@ -55,6 +55,10 @@ def bench_decode(
     same_token: Annotated[bool, typer.Option(help="Feed all sequences the same token: few experts are hit.")] = False,
     layouts: LayoutsOption = None,
     one_rank_of: OneRankOption = None,
+    whole_from: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a model cut by model.num_layers: time so many layers too, and scale to all."),
+    ] = None,
     plot: PlotOption = None,
     set_: SetOption = None,
     json_: JsonOption = False,
@@ -79,6 +83,7 @@ def bench_decode(
         same_token=same_token,
         layouts=layouts,
         one_rank_of=one_rank_of,
+        whole_from=whole_from,
     )
     if report is not None:
         decode.print_report(report, as_json=json_)
@@ -95,6 +100,39 @@ def bench_kernel(
     from helix.bench import kernels
 
     kernels.print_report(kernels.bench_kernels(families), as_json=json_)
+
+
+@bench_app.command("prefill")
+def bench_prefill(
+    config: RunOption = None,
+    card: CardOption = None,
+    prompt: Annotated[str, typer.Option(help="Tokens of the prompt, also 128K; several with commas.")] = "32K",
+    chunk: Annotated[str, typer.Option(help="Tokens of a chunk; several with commas.")] = "2K,8K",
+    sample: Annotated[
+        int | None, typer.Option(min=2, help="Time only so many chunks, spread over the prompt (default: all).")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each chunk is run, after one that warms up.")] = 1,
+    layouts: LayoutsOption = None,
+    one_rank_of: OneRankOption = None,
+    plot: PlotOption = None,
+    set_: SetOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Time a prompt to its first token, in chunks, over layouts."""
+    run = read_run("prefill", config, card, set_)
+    from helix.bench import picture, prefill
+    from helix.planner.command import read_tokens
+
+    cells = [
+        prefill.Cell(prompt=read_tokens(one, "--prompt"), chunk=read_tokens(other, "--chunk"))
+        for one in prompt.split(",")
+        for other in chunk.split(",")
+    ]
+    report = prefill.bench_prefill(run, cells, sample=sample, repeats=repeats, layouts=layouts, one_rank_of=one_rank_of)
+    if report is not None:
+        prefill.print_report(report, as_json=json_)
+        if plot is not None:
+            picture.write_prefill(report, plot)
 
 
 @bench_app.command("serve")

@@ -32,16 +32,17 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from helix.bench.pricing import Pricing, device_name
-from helix.bench.ranks import check_variants, open_core, run_tasks
-from helix.bench.variants import Variant, read_variants
+from helix.bench.ranks import check_variants, open_core, run_tasks, token_range
+from helix.bench.variants import Variant, read_variants, series_name
 from helix.comm.mesh import Mesh
 from helix.comm.world import World
-from helix.config import RunConfig
+from helix.config import RunConfig, config_to_dict, make_config
 from helix.engine.build import resolve_spec
 from helix.engine.core import EngineCore, StepOps, StepSinks
 from helix.engine.request import Request
 from helix.engine.sampler import uniform
 from helix.engine.scheduler import StepItem
+from helix.errors import ConfigError
 from helix.layers.batch import Batch
 from helix.layers.router import Router
 from helix.layout import uneven_slice
@@ -49,6 +50,8 @@ from helix.layout import uneven_slice
 _DEVICE_STEPS = 16
 # Every token weighs the same: exp(difference of logits / this) is 1.
 _HOT = 1e300
+# Steps in which the experts that are hit are counted.
+_COUNTED_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,25 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.context}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """The step of all `num_layers` layers where only the first of them were run, at two depths.
+
+    Each layer beyond counts as the mean of those between the depths. Collectives and prediction are for all layers.
+    """
+
+    num_layers: int
+    from_layers: int
+    ttl_ms: float
+    collectives_ms: float
+    predicted_ms: float | None
+
+    @property
+    def total_ms(self) -> float:
+        """The step with its collectives."""
+        return self.ttl_ms + self.collectives_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +113,7 @@ class Timing:
     read_bytes: int
     ceiling_ms: float | None
     predicted_ms: float | None
+    whole: WholeModel | None = None
 
     @property
     def host_share(self) -> float | None:
@@ -147,10 +170,11 @@ class DecodeTask:
     steps: int
     warmup: int
     same_token: bool
+    whole_layers: int | None = None
 
     def run(self, world: World) -> DecodeReport:
         """Collective over `world`. Contexts may be longer than the model was made for: only the time is looked at."""
-        longest = max(cell.context for cell in self.cells) + self.warmup + self.steps + 4
+        longest = max(cell.context for cell in self.cells) + self.warmup + self.steps + _COUNTED_STEPS + 4
         max_batch = max(cell.batch for cell in self.cells)
         process_s, start = time.time() - psutil.Process().create_time(), time.perf_counter()
         core, spec, layout = open_core(self.variant, world, max_batch=max_batch, longest=longest)
@@ -184,7 +208,7 @@ class DecodeTask:
         """Time one cell; None where the cache is too small."""
         count = self.warmup + self.steps
         # One step may be under way when the last one is timed, and one is planned for the device's time.
-        requests = place_requests(core, cell, count + 2, self.same_token)
+        requests = place_requests(core, cell, count + _COUNTED_STEPS + 2, self.same_token)
         if requests is None:
             return None
         if core.world.rank == 0:
@@ -194,14 +218,26 @@ class DecodeTask:
             times = [0.0] * count
         with torch.inference_mode():
             device_ms = _device_ms(core, self.same_token)
-            hits = _experts_hit(core)
+            hits = _experts_hit(core, self.same_token)
         clear(core, requests)
         low, median, high = statistics.quantiles(times[self.warmup :], n=4)
-        price = pricing.decode(cell.batch, cell.context, None if hits is None else hits[1])
+        here = None if hits is None else hits[1]
+        price = pricing.decode(cell.batch, cell.context, here)
+        one_rank = self.variant.one_rank
+        whole = None
+        if self.whole_layers is not None:
+            all_layers = pricing.of_layers(self.whole_layers).decode(cell.batch, cell.context, here)
+            whole = WholeModel(
+                num_layers=self.whole_layers,
+                from_layers=pricing.spec.num_layers,
+                ttl_ms=median,
+                collectives_ms=(all_layers.collectives_ms or 0.0) if one_rank else 0.0,
+                predicted_ms=all_layers.predicted_ms,
+            )
         return Timing(
             variant=self.variant.label,
             layout=str(core.mesh.layout),
-            one_rank=self.variant.one_rank,
+            one_rank=one_rank,
             mode=core.runner.mode,
             batch=cell.batch,
             context=cell.context,
@@ -210,13 +246,14 @@ class DecodeTask:
             low_ms=low,
             high_ms=high,
             device_ms=device_ms,
-            collectives_ms=(price.collectives_ms or 0.0) if self.variant.one_rank else 0.0,
+            collectives_ms=(price.collectives_ms or 0.0) if one_rank else 0.0,
             experts_hit=None if hits is None else hits[0],
-            local_experts_hit=None if hits is None else hits[1],
+            local_experts_hit=here,
             busiest_experts=pricing.busiest_hits(cell.batch),
             read_bytes=price.read_bytes,
             ceiling_ms=price.ceiling_ms,
             predicted_ms=price.predicted_ms,
+            whole=whole,
         )
 
 
@@ -229,17 +266,75 @@ def bench_decode(
     same_token: bool = False,
     layouts: str | None = None,
     one_rank_of: str | None = None,
+    whole_from: int | None = None,
 ) -> DecodeReport | None:
-    """Time decode steps of each cell in each variant (see `read_variants`); None on ranks other than 0."""
+    """Time decode steps of each cell in each variant (see `read_variants`); None on ranks other than 0.
+
+    With `whole_from` each is timed with so many layers too, and `WholeModel` is drawn through both depths.
+    """
     variants = read_variants(config, resolve_spec(config), layouts, one_rank_of)
     check_variants(variants)
+    whole = None if whole_from is None else check_depths(config, whole_from)
+    shallow = [] if whole_from is None else [with_layers(one, whole_from) for one in variants]
     reports = run_tasks(
         [
-            DecodeTask(variant=one, cells=tuple(cells), steps=steps, warmup=warmup, same_token=same_token)
-            for one in variants
+            DecodeTask(
+                variant=one,
+                cells=tuple(cells),
+                steps=steps,
+                warmup=warmup,
+                same_token=same_token,
+                whole_layers=whole,
+            )
+            for one in (*variants, *shallow)
         ]
     )
-    return None if reports is None else join_reports(reports)
+    if reports is None:
+        return None
+    deep = reports[: len(variants)]
+    if shallow:
+        deep = [with_whole(*pair) for pair in zip(deep, reports[len(variants) :], strict=True)]
+    return join_reports(deep)
+
+
+def check_depths(config: RunConfig, whole_from: int) -> int:
+    """Layers of the whole model, whose layers beyond `whole_from` must all be alike. Raises: ConfigError."""
+    spec, cut = resolve_spec(cut_layers(config, None)), config.model.num_layers
+    if cut is None or not whole_from < cut < spec.num_layers:
+        raise ConfigError(
+            f"--whole-from {whole_from} needs model.num_layers above it and below the model's {spec.num_layers}, "
+            f"not {cut}: layers are timed at both depths"
+        )
+    if spec.moe is not None and len({spec.moe.is_dense(layer) for layer in range(whole_from, spec.num_layers)}) > 1:
+        raise ConfigError(f"--whole-from {whole_from}: layers behind it are of two kinds; take more")
+    return spec.num_layers
+
+
+def with_layers(variant: Variant, num_layers: int) -> Variant:
+    """`variant` with the first `num_layers` layers only."""
+    return replace(variant, config=cut_layers(variant.config, num_layers))
+
+
+def cut_layers(config: RunConfig, num_layers: int | None) -> RunConfig:
+    """`config` with another ``model.num_layers``."""
+    sections = config_to_dict(config)
+    return make_config(sections | {"model": sections["model"] | {"num_layers": num_layers}})
+
+
+def with_whole(deep: DecodeReport, shallow: DecodeReport) -> DecodeReport:
+    """`deep` with the step of the whole model in each timing whose cell was timed at both depths."""
+    before = {(one.batch, one.context): one.ttl_ms for one in shallow.timings}
+    timings = []
+    for one in deep.timings:
+        less = before.get((one.batch, one.context))
+        if less is None or one.whole is None:
+            timings.append(replace(one, whole=None))
+            continue
+        each = (one.ttl_ms - less) / (deep.num_layers - shallow.num_layers)
+        ttl_ms = one.ttl_ms + (one.whole.num_layers - deep.num_layers) * each
+        whole = replace(one.whole, from_layers=shallow.num_layers, ttl_ms=ttl_ms)
+        timings.append(replace(one, whole=whole))
+    return replace(deep, timings=tuple(timings))
 
 
 def join_reports(reports: Sequence[DecodeReport]) -> DecodeReport:
@@ -290,24 +385,15 @@ def clear(core: EngineCore, requests: Sequence[Request]) -> None:
 
 
 def _random_tokens(core: EngineCore, source: random.Random, count: int, same_token: bool) -> list[int]:
-    first, last = _vocabulary(core)
-    if same_token:
-        return [source.randrange(first, last)] * count
-    return [source.randrange(first, last) for _ in range(count)]
-
-
-def _vocabulary(core: EngineCore) -> tuple[int, int]:
-    """Tokens that are fed: a rank without its peers has embeddings of its own part only; those of others are zero."""
-    vocab = core.model.head.vocab
-    alone = core.mesh.world.size > core.world.size
-    return (vocab.start, vocab.stop) if alone else (0, vocab.total)
+    ids = token_range(core)
+    return [source.choice(ids)] * count if same_token else [source.choice(ids) for _ in range(count)]
 
 
 def _numbers(core: EngineCore, item: StepItem, same_token: bool) -> tuple[float, ...]:
-    """What draws one of `_vocabulary`'s tokens, each as likely: see `helix.engine.draw`."""
-    first, last = _vocabulary(core)
+    """What draws one of `token_range`'s tokens, each as likely: see `helix.engine.draw`."""
+    ids = token_range(core)
     seed = 0 if same_token else item.request.request_id
-    place = first + uniform(seed, item.request.num_outputs) * (last - first)
+    place = ids.start + uniform(seed, item.request.num_outputs) * len(ids)
     return (_HOT, 0.0, 1.0, 0.0, place / core.model.head.vocab.total)
 
 
@@ -345,14 +431,20 @@ def _device_ms(core: EngineCore, same_token: bool) -> float | None:
     return float(start.elapsed_time(stop)) / _DEVICE_STEPS
 
 
-def _experts_hit(core: EngineCore) -> tuple[float, float] | None:
-    """Distinct experts that a step's tokens choose, and those of them on this rank: means over layers with experts."""
-    plan = core.scheduler.plan()
-    if plan is None:
-        return None
+def _experts_hit(core: EngineCore, same_token: bool) -> tuple[float, float] | None:
+    """Distinct experts that a step's tokens choose, and those of them on this rank.
+
+    Means over the layers with experts and over a few steps, each on other tokens: one step of one sequence says little.
+    """
+    source = random.Random(1)
     with _count_experts(core.model, core.mesh) as hits:
-        # With a tap the step runs eagerly, and so past the hooks.
-        core.runner.run(plan, _ignore)
+        for _ in range(_COUNTED_STEPS):
+            plan = core.scheduler.plan()
+            if plan is None:
+                break
+            # With a tap the step runs eagerly, and so past the hooks.
+            core.runner.run(plan, _ignore)
+            core.scheduler.commit(plan, _random_tokens(core, source, len(plan.items), same_token))
     if not hits:
         return None
     return statistics.fmean(one for one, _ in hits), statistics.fmean(here for _, here in hits)
@@ -386,12 +478,15 @@ def print_report(report: DecodeReport, *, as_json: bool) -> None:
         title = f"{report.model}, {report.num_layers} layers, {report.dtype}, {report.device}"
         modes = ", ".join(dict.fromkeys(one.mode for one in report.timings))
         table = Table(title=f"{title}: ms a decode step ({modes})", box=box.SIMPLE)
-        table.add_column("layout")
+        table.add_column("layout", no_wrap=True)
         for name in _COLUMNS:
             table.add_column(name, justify="right")
+        whole = any(one.whole is not None for one in report.timings)
+        if whole:
+            table.add_column("all layers", justify="right")
         for one in report.timings:
-            table.add_row(*_row(one))
-        Console(width=170).print(table)
+            table.add_row(*_row(one), *([_whole_text(one)] if whole else []))
+        Console(width=200).print(table)
         for line in report.skipped:
             print(f"skipped {line}")
         if report.start_up is not None:
@@ -428,8 +523,21 @@ def _legend(report: DecodeReport) -> Iterator[str]:
             "collectives: not run (one rank without its peers: local work of the same bytes, which TTL holds); their "
             "time is the cost model's, and is added to TTL for the whole step"
         )
+    whole = next((one.whole for one in report.timings if one.whole is not None), None)
+    if whole is not None:
+        yield (
+            f"all layers: TTL+collectives (predicted) of {whole.num_layers} layers: not run, a straight line through "
+            f"TTL at {whole.from_layers} and {report.num_layers} layers"
+        )
     yield "ceiling: every byte read once and every product at the card's best rates, without messages and fixed costs"
     yield "predicted: `helix plan`'s cost model, same experts hit; error: of it against TTL, added collectives left out"
+
+
+def _whole_text(one: Timing) -> str:
+    if one.whole is None:
+        return "-"
+    predicted = "-" if one.whole.predicted_ms is None else f"{one.whole.predicted_ms:.2f}"
+    return f"{one.whole.ttl_ms:.2f}+{one.whole.collectives_ms:.2f} ({predicted})"
 
 
 def _row(one: Timing) -> tuple[str, ...]:
@@ -441,7 +549,7 @@ def _row(one: Timing) -> tuple[str, ...]:
     if one.one_rank and one.local_experts_hit is not None:
         hits += f", here {one.local_experts_hit:.1f}"
     return (
-        f"one rank of {one.variant}" if one.one_rank else one.layout,
+        series_name(one.variant, one.layout, one_rank=one.one_rank),
         f"{one.batch} x {one.context}",
         number(one.ttl_ms),
         f"{one.low_ms:.3f}..{one.high_ms:.3f}",

@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from helix.bench.pricing import device_name
+from helix.cost.hardware import load_hardware, recognise_hardware
 from helix.errors import ConfigError
 from helix.kernels.attention import attend as attend_twin
 from helix.kernels.merge import merge as merge_twin
@@ -30,9 +32,9 @@ from helix.kernels.triton_attention import Tiling, attend_into
 from helix.kernels.triton_merge import PeerLayout, merge_peers, pack
 
 # Bytes between two uses of the same memory: several times the L2 of any device so far.
-_COLD_BYTES = 400 << 20
+_COLD_BYTES, _CPU_COLD_BYTES = 400 << 20, 1 << 20
 _REPLAYS = 25
-_ROWS_CHECKED = 32
+_ROWS_CHECKED, _TOKENS_CHECKED = 32, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class KernelReport:
 
     device: str
     torch: str
+    ceiling: Ceiling | None
     records: tuple[dict[str, Any], ...]
 
 
@@ -102,15 +105,21 @@ class Measurement:
 
 
 def time_calls(
-    calls: Sequence[Callable[[], object]], *, warm_s: float = 0.0, replays: int = _REPLAYS
+    calls: Sequence[Callable[[], object]],
+    *,
+    warm_s: float = 0.0,
+    replays: int = _REPLAYS,
+    device: torch.device | None = None,
 ) -> tuple[float, float, float]:
-    """Median and quartiles, in microseconds a call, of replays of one graph of all `calls`.
+    """Median and quartiles, in microseconds a call, of replays of one graph of all `calls`; on a CPU of plain calls.
 
     `warm_s`: replay it that long before. The clocks of a device under its power limit fall within tens of
     milliseconds, so a kernel that draws much power is slower in the long run than in a short one.
     """
     for call in calls[:2]:
         call()
+    if device is not None and device.type == "cpu":
+        return _wall_us(calls)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -130,6 +139,16 @@ def time_calls(
         stop.record()
         stop.synchronize()
         times.append(1e3 * start.elapsed_time(stop) / len(calls))
+    low, median, high = statistics.quantiles(times, n=4)
+    return median, low, high
+
+
+def _wall_us(calls: Sequence[Callable[[], object]]) -> tuple[float, float, float]:
+    times = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
     low, median, high = statistics.quantiles(times, n=4)
     return median, low, high
 
@@ -168,7 +187,8 @@ def attention_inputs(
     """
     generator = torch.Generator(device).manual_seed(seed)
     rows = -(-shape.context // shape.page_tokens)
-    sets = max(-(-_COLD_BYTES // shape.kv_bytes), 2 if shape.kv_bytes < 8 << 30 else 1)
+    cold = _COLD_BYTES if device.type == "cuda" else _CPU_COLD_BYTES
+    sets = max(-(-cold // shape.kv_bytes), 2 if shape.kv_bytes < 8 << 30 else 1)
     num_pages = sets * shape.batch * rows
     size = (num_pages, shape.page_tokens, shape.num_kv_heads)
 
@@ -199,12 +219,12 @@ def attention_inputs(
 def check_attention(inputs: AttentionInputs, out_THV: Tensor, lse_TH: Tensor) -> tuple[float, float]:
     """Errors of out and lse against the fp32 twin, on some of the sequences; raises where they are too large."""
     starts = inputs.query_start_S1
-    last = int(starts[min(_ROWS_CHECKED, len(starts) - 1)])
+    last = min(int(starts[min(_ROWS_CHECKED, len(starts) - 1)]), _TOKENS_CHECKED)
     want_out, want_lse = attend_twin(
         inputs.q_THD[:last].float(),
         *inputs.arguments[1:3],
         inputs.page_table_SR,
-        starts[starts <= last],
+        torch.cat((starts[starts < last], starts.new_tensor([last]))),
         inputs.visible_len_T[:last],
         inputs.scale,
     )
@@ -231,12 +251,12 @@ def measure_attention(
     lse = torch.full((num_tokens, shape.num_heads), torch.nan, device=device)
     source = attention_inputs(shape, device=device, lengths=lengths)
     options = {} if tiling is None else {"tiling": tiling}
-    num_calls = min(max(-(-_COLD_BYTES // shape.kv_bytes), 2), 40)
+    num_calls = min(max(-(-_COLD_BYTES // shape.kv_bytes), 2), 40 if device.type == "cuda" else 8)
     several = [next(source) for _ in range(num_calls)]
     call(out, lse, *several[0].arguments, **options)
     errors = check_attention(several[0], out, lse) if check else (-1.0, -1.0)
     calls = [partial(call, out, lse, *one.arguments, **options) for one in several]
-    median, low, high = time_calls(calls, warm_s=warm_s)
+    median, low, high = time_calls(calls, warm_s=warm_s, device=device)
     return Measurement(median_us=median, low_us=low, high_us=high, out_error=errors[0], lse_error=errors[1])
 
 
@@ -289,7 +309,7 @@ def measure_exchange_local(
     return Measurement(median_us=median, low_us=low, high_us=high, out_error=error, lse_error=0.0)
 
 
-def attention_record(shape: AttentionShape, measured: Measurement, ceiling: Ceiling = H200) -> dict[str, Any]:
+def attention_record(shape: AttentionShape, measured: Measurement, ceiling: Ceiling | None = H200) -> dict[str, Any]:
     """One line for scripts: shape, figures, and the shares of the ceilings."""
     seconds = measured.median_us * 1e-6
     return {
@@ -298,7 +318,7 @@ def attention_record(shape: AttentionShape, measured: Measurement, ceiling: Ceil
         **{name: round(value, 6) for name, value in asdict(measured).items()},
         "tb_per_s": round(shape.kv_bytes / seconds / 1e12, 3),
         "tflop_per_s": round(shape.flops / seconds / 1e12, 1),
-        "share_of_ceiling": round(shape.floor_us(ceiling) / measured.median_us, 3),
+        "share_of_ceiling": None if ceiling is None else round(shape.floor_us(ceiling) / measured.median_us, 3),
     }
 
 
@@ -340,14 +360,33 @@ _EXCHANGE = "exchange"
 EXCHANGES = ((1, 16), (64, 16), (64, 128))
 
 
-def bench_attention(device: torch.device, families: Sequence[str] = tuple(GRID)) -> Iterator[dict[str, Any]]:
-    """Records over the grid: a short run, and beside it (`sustained_us`) one at the clocks that the device can keep."""
+# Small enough for the PyTorch twins on a CPU, which is where a machine without a GPU times them.
+CPU_GRID: dict[str, tuple[AttentionShape, ...]] = {
+    "mla, 8 heads": tuple(replace(latent_shape(batch, 512, 8), dtype=torch.float32) for batch in (1, 4)),
+    "gqa, 8 heads, 1 KV head": tuple(replace(grouped_shape(batch, 512, 8, 1), dtype=torch.float32) for batch in (1, 4)),
+}
+
+
+def bench_attention(device: torch.device, families: Sequence[str], ceiling: Ceiling | None) -> Iterator[dict[str, Any]]:
+    """Records over the grid: a short run, and on a GPU (`sustained_us`) one at the clocks that the device can keep."""
+    if device.type == "cpu":
+        for family in families:
+            for shape in CPU_GRID[family]:
+                measured = measure_attention(shape, device=device, call=_twin_into)
+                yield {"family": family, **attention_record(shape, measured, ceiling)}
+        return
     for family in families:
         for shape in GRID[family]:
-            record = attention_record(shape, measure_attention(shape, device=device))
+            record = attention_record(shape, measure_attention(shape, device=device), ceiling)
             sustained = measure_attention(shape, device=device, check=False, warm_s=0.2)
             torch.cuda.empty_cache()
             yield {"family": family, **record, "sustained_us": round(sustained.median_us, 3)}
+
+
+def _twin_into(out_THV: Tensor, lse_TH: Tensor, *arguments: Any) -> None:
+    out, lse = attend_twin(*arguments)
+    out_THV.copy_(out)
+    lse_TH.copy_(lse)
 
 
 def bench_exchange(device: torch.device, parts: int = 8, width: int = 512) -> Iterator[dict[str, Any]]:
@@ -362,22 +401,39 @@ def bench_exchange(device: torch.device, parts: int = 8, width: int = 512) -> It
 
 
 def bench_kernels(wanted: str | None = None) -> KernelReport:
-    """The grid on the current GPU, or the families of it whose names contain `wanted`. Raises: ConfigError."""
-    if not torch.cuda.is_available():
-        raise ConfigError("helix bench kernel times kernels in CUDA graphs, but torch sees no GPU here")
+    """The grid on the current GPU (without one, a small grid of the twins), or families whose names hold `wanted`.
+
+    Raises: ConfigError where there is no such family.
+    """
     # Beside this module, whose clock they use.
     from helix.bench.fp8 import bench_experts, bench_linear
 
-    others = {_EXCHANGE: bench_exchange, "linear_fp8": bench_linear, "experts_fp8": bench_experts}
-    families = [name for name in (*GRID, *others) if wanted is None or wanted in name]
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    grid = GRID if on_gpu else CPU_GRID
+    others = {_EXCHANGE: bench_exchange, "linear_fp8": bench_linear, "experts_fp8": bench_experts} if on_gpu else {}
+    families = [name for name in (*grid, *others) if wanted is None or wanted in name]
     if not families:
-        raise ConfigError(f"--families {wanted!r} is in none of: {', '.join((*GRID, *others))}")
-    device = torch.device("cuda", torch.cuda.current_device())
-    records = list(bench_attention(device, [name for name in families if name in GRID]))
+        raise ConfigError(f"--families {wanted!r} is in none of: {'; '.join((*grid, *others))}")
+    ceiling = find_ceiling(device)
+    records = list(bench_attention(device, [name for name in families if name in grid], ceiling))
     for name in families:
         if name in others:
             records += others[name](device)
-    return KernelReport(device=torch.cuda.get_device_name(device), torch=torch.__version__, records=tuple(records))
+    return KernelReport(device=device_name(device), torch=torch.__version__, ceiling=ceiling, records=tuple(records))
+
+
+def find_ceiling(device: torch.device) -> Ceiling | None:
+    """The best that was ever measured on such a device; by its hardware card where that is not known."""
+    name = device_name(device)
+    if "H200" in name:
+        return H200
+    card = "cpu" if device.type == "cpu" else recognise_hardware(name)
+    if card is None:
+        return None
+    hardware = load_hardware(card)
+    rate = hardware.product_rate("float32" if device.type == "cpu" else "bfloat16")
+    return Ceiling(read_bytes_per_s=1e6 * hardware.memory.value, flops_per_s=1e6 * rate)
 
 
 def print_report(report: KernelReport, *, as_json: bool) -> None:
@@ -389,7 +445,9 @@ def print_report(report: KernelReport, *, as_json: bool) -> None:
         for record in report.records:
             table.add_row(*_row(record))
         Console(width=140).print(table)
-        print("of ceiling: the larger of bytes / 4.54 TB/s and operations / 790 TFLOP/s, over the median")
+        if report.ceiling is not None:
+            read, flops = report.ceiling.read_bytes_per_s / 1e12, report.ceiling.flops_per_s / 1e12
+            print(f"of ceiling: the larger of bytes / {read:.3g} TB/s and operations / {flops:.3g} TFLOP/s")
     print(json.dumps({"bench": "kernel", **asdict(report)}))
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from helix.bench.decode import DecodeReport
+from helix.bench.prefill import PrefillReport
+from helix.bench.variants import series_name
 from helix.errors import ConfigError
 from helix.planner.explain import tokens_text
 
@@ -45,7 +47,7 @@ def write_decode(report: DecodeReport, path: Path) -> None:
     bars = [
         Bar(
             group=f"{one.batch} x {tokens_text(one.context)}",
-            series=f"one rank of {one.variant}" if one.one_rank else one.layout,
+            series=series_name(one.variant, one.layout, one_rank=one.one_rank),
             measured=one.ttl_ms,
             added=one.collectives_ms,
             ceiling=one.ceiling_ms,
@@ -55,6 +57,23 @@ def write_decode(report: DecodeReport, path: Path) -> None:
     ]
     title = f"{report.model}, {report.num_layers} layers, {report.dtype}, {report.device}"
     write_bars(bars, path, title=title, unit="ms a decode step", groups="batch x context")
+
+
+def write_prefill(report: PrefillReport, path: Path) -> None:
+    """Seconds to the first token, one group of bars a prompt and one colour a layout. Raises: ConfigError."""
+    bars = [
+        Bar(
+            group=f"{tokens_text(one.prompt)} in {tokens_text(one.chunk)}",
+            series=series_name(one.variant, one.layout, one_rank=one.one_rank),
+            measured=one.compute_ms / 1e3,
+            added=one.collectives_ms / 1e3,
+            ceiling=None if one.ceiling_ms is None else one.ceiling_ms / 1e3,
+            predicted=None if one.predicted_ms is None else one.predicted_ms / 1e3,
+        )
+        for one in report.timings
+    ]
+    title = f"{report.model}, {report.num_layers} layers, {report.dtype}, {report.device}"
+    write_bars(bars, path, title=title, unit="s to the first token", groups="prompt in chunks, tokens")
 
 
 def write_bars(bars: Sequence[Bar], path: Path, *, title: str, unit: str, groups: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,13 +10,14 @@ import torch
 from helix.config import RunConfig
 from helix.cost.choices import Formats, Placement, Workload, make_formats
 from helix.cost.hardware import Hardware, load_hardware, recognise_hardware
+from helix.cost.prefill import chunk_cost, chunks_of
 from helix.cost.step import placement_cost
 from helix.cost.weights import layer_counts
 from helix.cost.work import attention_work, busiest_hits, ffn_work, head_work
 from helix.engine.core import EngineCore
 from helix.layout import Layout
 from helix.model_spec import ModelSpec
-from helix.planner.auto import choices_of
+from helix.planner.auto import choices_of, resolve_sharing
 from helix.weights import held_in_fp8
 
 
@@ -36,13 +37,17 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What prices steps: the model and how it lies, and the card of the hardware, if there is one for it."""
+    """What prices steps: the model and how it lies, and the card of the hardware, if there is one for it.
+
+    `shared_from`: tokens of a chunk from which the ranks of a KVP group share its first projection.
+    """
 
     spec: ModelSpec
     placement: Placement
     formats: Formats
     hardware: Hardware | None
     page_tokens: int
+    shared_from: int | None
 
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, layout: Layout, core: EngineCore) -> Pricing:
@@ -50,7 +55,9 @@ class Pricing:
         dense = str(dtype).removeprefix("torch.")
         weights = dense if next(held_in_fp8(core.model), None) is None else "float8"
         device = core.world.device
-        card = "cpu" if device.type == "cpu" else recognise_hardware(device_name(device))
+        name = device_name(device)
+        card = "cpu" if device.type == "cpu" else recognise_hardware(name)
+        shared = resolve_sharing(config.comm, spec, layout, name, dense).shared_projections
         return cls(
             spec=spec,
             placement=Placement(layout=layout, choices=choices_of(config.comm)),
@@ -59,7 +66,12 @@ class Pricing:
             ),
             hardware=None if card is None else load_hardware(card),
             page_tokens=config.cache.page_tokens,
+            shared_from=shared if isinstance(shared, int) else None,
         )
+
+    def of_layers(self, num_layers: int) -> Pricing:
+        """The same for a model of `num_layers` such layers."""
+        return replace(self, spec=replace(self.spec, num_layers=num_layers))
 
     def decode(self, batch: int, context: int, local_hits: float | None) -> Price:
         """A decode step in which the rank reads `local_hits` experts a layer (None: what is expected)."""
@@ -83,14 +95,28 @@ class Pricing:
             collectives_ms=(cost.parts.communication - cost.parts.overlap_gained) / 1e3,
         )
 
+    def prefill(self, prompt: int, chunk: int) -> Price:
+        """All chunks of a prompt, one after the other."""
+        if self.hardware is None:
+            return Price(read_bytes=0)
+        ideal = self.hardware.ideal()
+        ceiling = predicted = collectives = 0.0
+        for one in chunks_of(prompt, chunk, self.shared_from):
+            given = (self.spec, self.placement, self.formats)
+            cost = chunk_cost(*given, self.hardware, one, self.page_tokens)
+            predicted += cost.ttl_ms
+            collectives += cost.parts.communication / 1e3
+            ceiling += chunk_cost(*given, ideal, one, self.page_tokens).ttl_ms
+        return Price(read_bytes=0, ceiling_ms=ceiling, predicted_ms=predicted, collectives_ms=collectives)
+
     def busiest_hits(self, batch: int) -> float | None:
         """Experts a layer that the EP rank which is waited for reads, expected for random routing."""
         moe = self.spec.moe
         return None if moe is None else busiest_hits(moe, self.placement.layout.ep, batch, "random")
 
-    def _whole_layer_hits(self, local_hits: float | None) -> Literal["random"] | int:
+    def _whole_layer_hits(self, local_hits: float | None) -> Literal["random"] | float:
         """As `Workload.routing` takes it: a count over all EP ranks, of which this rank has its even share."""
-        return "random" if local_hits is None else round(local_hits * self.placement.layout.ep)
+        return "random" if local_hits is None else local_hits * self.placement.layout.ep
 
 
 def device_name(device: torch.device) -> str:

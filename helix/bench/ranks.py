@@ -154,6 +154,16 @@ def fill_cache(core: EngineCore, seed: int) -> None:
                     part.normal_(generator=generator)
 
 
+def token_range(core: EngineCore) -> range:
+    """Ids that random tokens may take: all; for a rank without its peers those that its embedding has rows of.
+
+    The others' rows would come from the peers, and be zero.
+    """
+    vocab = core.model.head.vocab
+    alone = core.mesh.world.size > core.world.size
+    return range(vocab.start, vocab.stop) if alone else range(vocab.total)
+
+
 def check_variants(variants: Sequence[Variant]) -> None:
     """Raise `ConfigError` where nothing is left to time."""
     if not variants:

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from helix.config import CommConfig, LaunchEnv, RunConfig, config_to_dict, make_config
+from helix.config import CommConfig, LaunchEnv, RunConfig, config_to_dict, make_config, parse_overrides
 from helix.errors import ConfigError
 from helix.layout import Layout, check_layout, with_defaults
 from helix.model_spec import ModelSpec
 
 _SIZES = ("kvp", "tpa", "tpf", "ep")
+_AS_CONFIGURED = "config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Variant:
 def read_variants(config: RunConfig, spec: ModelSpec, layouts: str | None, one_rank_of: str | None) -> list[Variant]:
     """The variants that ``--layouts`` and ``--one-rank-of`` name; without both the config as it is."""
     if layouts is None and one_rank_of is None:
-        return [Variant(label="config", config=config)]
+        return [Variant(label=_AS_CONFIGURED, config=config)]
     found = [_variant(config, spec, text, one_rank=False) for text in _split(layouts)]
     return found + [_variant(config, spec, text, one_rank=True) for text in _split(one_rank_of)]
 
@@ -76,12 +77,13 @@ def _variant(config: RunConfig, spec: ModelSpec, text: str, *, one_rank: bool) -
         rival: dict[str, int] = {name: int(given[name]) for name in ("tp", "dcp") if name in given}
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: sizes are whole numbers ({error})") from error
-    comm: dict[str, Any] = {name: value for name, value in given.items() if name in CommConfig.model_fields}
+    named = [f"comm.{name}={value}" for name, value in given.items() if name in CommConfig.model_fields]
+    comm: dict[str, Any] = parse_overrides(named).get("comm", {})
     if rival:
         if "kvp" in sizes or "tpa" in sizes:
             raise ConfigError(f"{option} {text!r}: tp and dcp stand for kvp and tpa; give one pair or the other")
         sizes |= _rival_sizes(spec, f"{option} {text!r}", rival)
-        if "dcp" in rival and spec.mla:
+        if rival.get("dcp", 1) > 1:
             comm = {"query": "gather", **comm}
     sections = config_to_dict(config)
     sections |= {"layout": sizes, "comm": sections["comm"] | comm}
@@ -96,3 +98,10 @@ def _rival_sizes(spec: ModelSpec, where: str, rival: dict[str, int]) -> dict[str
     if dcp == 1:
         return {"kvp": 1, "tpa": tp, "duplicate_kv": tp > spec.cache_heads}
     return {"kvp": dcp, "tpa": tp // dcp}
+
+
+def series_name(label: str, layout: str, *, one_rank: bool) -> str:
+    """What a table or a picture calls a variant."""
+    if one_rank:
+        return f"one rank of {label}"
+    return layout if label == _AS_CONFIGURED else label

@@ -114,7 +114,7 @@ def placement_cost(
     With `pp` stages a token passes all of them, each with its share of the batch, so that its latency is the sum over
     the stages while all stages are busy with other sequences.
     """
-    price = _Price(hardware, placement)
+    price = Price(hardware, placement)
     layers = spec.num_layers
     price.work(attention_work(spec, placement, formats, workload), layers)
     price.work(exchange_work(placement), layers)
@@ -152,8 +152,8 @@ def layer_messages(
     return messages + [(1, one) for one in head_messages(spec, placement, formats, workload)]
 
 
-class _Price:
-    """Sums parts, in microseconds."""
+class Price:
+    """Sums the parts of a step of `placement` on `hardware`, in microseconds."""
 
     def __init__(self, hardware: Hardware, placement: Placement) -> None:
         self.hardware = hardware

@@ -25,7 +25,7 @@ from helix.errors import ConfigError
 from helix.layers.decoder import Decoder
 from helix.layout import Layout, PageRule, check_layout, with_defaults
 from helix.model_spec import ModelSpec
-from helix.planner.auto import choose_layout
+from helix.planner.auto import choose_layout, resolve_sharing
 from helix.weights import Packing, dummy_weights, fp8_tensors, load_weights
 from model_zoo import load_spec, skipped_tensors, text_names
 from model_zoo.cards import load_card
@@ -163,7 +163,9 @@ def build_core(
     dtype = resolve_dtype(config.model.dtype, spec, device)
     mesh = build_mesh(layout, world) if mesh is None else mesh
     packing = resolve_packing(config, spec, device)
-    model = Decoder(spec, mesh, config.comm, packing, dtype=dtype, device=device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    comm = resolve_sharing(config.comm, spec, layout, name, str(dtype).removeprefix("torch."))
+    model = Decoder(spec, mesh, comm, packing, dtype=dtype, device=device)
     _fill(model, spec, config, world, progress)
     rule = PageRule(config.cache.page_tokens, layout.kvp)
     max_context = resolve_context(config, spec)

@@ -14,12 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from helix.kernels.attention import attend
+from helix.kernels import attend, merge
 from helix.kernels.fp8_cache import Fp8Rows
-from helix.kernels.merge import merge
 
 # Bound on the keys and values that are expanded at once.
-BLOCK_BYTES = 256 << 20
+BLOCK_BYTES = 512 << 20
 
 
 def attend_expanded(
@@ -76,6 +75,9 @@ def attend_expanded(
                 (visible_len_T[rows] - start * page_tokens).clamp(0, num_pages * page_tokens),
                 scale,
             )
+            if start == 0:
+                out[rows], lse[rows] = part_out, part_lse
+                continue
             out[rows], lse[rows] = merge(torch.stack((out[rows], part_out.float())), torch.stack((lse[rows], part_lse)))
     return out.to(q_THQ.dtype), lse
 

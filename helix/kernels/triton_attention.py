@@ -60,7 +60,7 @@ def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared:
     `shared`: values are the first columns of the keys, as for MLA latents. `roles`: `gluon_latent` can be used.
     """
     rows = min(triton.next_power_of_2(rows), 128)
-    row_bytes = (_pad(width) if shared else _pad(width) + _pad(v_width)) * itemsize
+    row_bytes = (_pad(width) if shared else _pad_parts(width) + _pad(v_width)) * itemsize
     if roles:
         rows = 8 if rows <= 8 else 16 if rows <= 16 else 64
         return Tiling(rows=rows, slots=64, warps=4, stages=3 if rows == 8 else 2, workers_per_sm=1, roles=True)
@@ -72,7 +72,7 @@ def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared:
     if rows <= 32:
         workers = 2 if row_bytes <= 512 else 1
         return Tiling(rows=rows, slots=64, warps=4, stages=3, workers_per_sm=workers, swap=True)
-    rows = rows if row_bytes <= 512 else 64
+    rows = rows if row_bytes <= 640 else 64
     return Tiling(rows=rows, slots=64, warps=8 if rows > 64 else 4, stages=3, workers_per_sm=1)
 
 
@@ -336,8 +336,11 @@ class _Call:
         }
 
     def widths(self) -> dict[str, int | bool]:
-        """What only `attend_runs` is compiled for. Keys are one part, or the one that is the values too and another."""
-        first = self.v_width if self.shared else self.width
+        """What only `attend_runs` is compiled for. Keys are two parts: the first is the values too, or a power of two.
+
+        So a key of 192 values is padded to as many, and not to 256.
+        """
+        first = self.v_width if self.shared else _first_part(self.width)
         second = self.width - first
         return {
             "D1": first,
@@ -356,6 +359,17 @@ class _Call:
         if self.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(self.device) < (9, 0):
             return {"DEPENDENT": False}
         return {"DEPENDENT": True, "launch_pdl": True}
+
+
+def _first_part(width: int) -> int:
+    """The largest power of two in `width` values; what is left is the second part of a key."""
+    return 1 << (width.bit_length() - 1)
+
+
+def _pad_parts(width: int) -> int:
+    """Values that a key of `width` takes where its two parts are padded each."""
+    first = _first_part(width)
+    return _pad(first) + _pad(width - first)
 
 
 def _pad(width: int) -> int:

@@ -20,6 +20,7 @@ from helix.layers.batch import Batch
 from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
+from helix.layers.projection import SharedProjection
 from helix.layers.rotary import apply_rotary
 from helix.layout import AttentionShard, Slice, attention_shard
 from helix.model_spec import ModelSpec
@@ -27,7 +28,10 @@ from helix.weights import Piece, cols, rows, whole
 
 
 class Attention(nn.Module):
-    """One layer's attention on one rank."""
+    """One layer's attention on one rank.
+
+    Where all ranks of a KVP group hold the same QKV weights, they share the projection of long chunks.
+    """
 
     def __init__(
         self, name: str, spec: ModelSpec, mesh: Mesh, comm: CommConfig, *, dtype: torch.dtype, device: torch.device
@@ -73,6 +77,7 @@ class Attention(nn.Module):
             self.out_bias = nn.Parameter(torch.empty(hidden, dtype=dtype, device=device), requires_grad=False)
             self.declared["out_bias"] = (whole(f"{name}.o_proj.bias", (hidden,)),)
         self.exchange = Exchange(mesh.kvp, shard.exchange_heads, comm.merge)
+        self.share = SharedProjection(mesh.kvp, "off" if self.gathers else comm.shared_projections)
         self.kvp, self.group = mesh.kvp, mesh.world
 
     def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -94,7 +99,7 @@ class Attention(nn.Module):
 
     def _project(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated queries of the heads that this rank asks for; the tokens' keys and values go to the cache."""
-        heads_THD = self.qkv(x_TC).unflatten(-1, (-1, self.spec.head_dim))
+        heads_THD = self.share(self.qkv, x_TC).unflatten(-1, (-1, self.spec.head_dim))
         num_q, num_kv = self.num_asked, self.shard.num_kv
         interleaved = self.spec.rotary.interleaved
         if heads_THD.is_cuda and self.q_norm is None and isinstance(cache.k, Tensor) and isinstance(cache.v, Tensor):

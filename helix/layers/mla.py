@@ -28,6 +28,7 @@ from helix.cache.pools import LayerCache
 from helix.comm.group import Group
 from helix.comm.mesh import Mesh
 from helix.config import CommConfig
+from helix.cost.latent import expand_from
 from helix.kernels import append, attend
 from helix.kernels.expanded import attend_expanded
 from helix.kernels.fp8_cache import Fp8Rows
@@ -35,6 +36,7 @@ from helix.layers.batch import Batch
 from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
+from helix.layers.projection import SharedProjection
 from helix.layers.rotary import apply_rotary
 from helix.layout import Slice, attention_shard
 from helix.model_spec import MLASpec, ModelSpec
@@ -58,29 +60,6 @@ def resolve_ways(comm: CommConfig) -> MLAWays:
         query="replicate" if comm.query == "auto" else comm.query,
         exchange_space="latent" if comm.exchange_space == "auto" else comm.exchange_space,
     )
-
-
-def attention_flops(mla: MLASpec, form: Literal["absorbed", "expanded"], num_tokens: int) -> int:
-    """Floating-point operations for one head and one cached latent that `num_tokens` queries of a sequence see.
-
-    Absorbed: a score over L + R and a sum over L for each query. Expanded: once the expansion to N + V, then a score
-    over N + R and a sum over V for each query. Work that does not grow with the context is left out.
-    """
-    nope, rope, value, latent = mla.nope_dim, mla.rope_dim, mla.v_dim, mla.kv_lora_rank
-    if form == "absorbed":
-        return 2 * num_tokens * (2 * latent + rope)
-    return 2 * latent * (nope + value) + 2 * num_tokens * (nope + rope + value)
-
-
-def expand_from(mla: MLASpec) -> int | None:
-    """The smallest number of a sequence's tokens in one step for which the expanded form costs less; None: never.
-
-    171 for DeepSeek-V3. It does not depend on the context, so every rank finds the same without being told.
-    """
-    saved = (
-        attention_flops(mla, "absorbed", 1) - attention_flops(mla, "expanded", 1) + attention_flops(mla, "expanded", 0)
-    )
-    return attention_flops(mla, "expanded", 0) // saved + 1 if saved > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +113,20 @@ def _select(batch: Batch, chosen: list[bool], expanded: bool) -> Part:
 class LatentInputs(nn.Module):
     """From hidden states to the queries of `heads`, and to every token's latent in the cache.
 
-    Both down-projections are one product. Without a query latent (``q_lora_rank`` null) ``q_proj`` takes the place of
-    the query's down-projection.
+    Both down-projections are one product, which `share` may cut over the KVP group. Without a query latent
+    (``q_lora_rank`` null) ``q_proj`` takes the place of the query's down-projection.
     """
 
     def __init__(
-        self, name: str, spec: ModelSpec, mla: MLASpec, heads: Slice, *, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        spec: ModelSpec,
+        mla: MLASpec,
+        heads: Slice,
+        share: SharedProjection,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.mla = mla
@@ -170,10 +157,11 @@ class LatentInputs(nn.Module):
         )
         norm_name = f"{name}.kv_a_layernorm"
         self.kv_norm = RMSNorm(norm_name, mla.kv_lora_rank, LATENT_NORM_EPS, dtype=dtype, device=device)
+        self.share = share
 
     def forward(self, x_TC: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Rotated queries [T, G, Q], and raw latents [T, W] for `store`."""
-        query, latent_TW = self.down(x_TC).split((self.query_width, self.latent_width), dim=-1)
+        query, latent_TW = self.share(self.down, x_TC).split((self.query_width, self.latent_width), dim=-1)
         if self.q_norm is not None and self.q_up is not None:
             query = self.q_up(self.q_norm(query))
         query_TGQ = query.unflatten(-1, (-1, self.mla.nope_dim + self.mla.rope_dim))
@@ -236,8 +224,9 @@ class UpProjection(nn.Module):
 class MLA(nn.Module):
     """One layer's latent attention on one rank.
 
-    Every rank makes every token's latent (the down-projections are repeated across KVP, which spares a gather); the
-    output projection holds the columns of the rank's own heads after the exchange.
+    Every rank makes every token's latent (the down-projections are repeated across KVP, which spares a gather, but for
+    long chunks: see `SharedProjection`); the output projection holds the columns of the rank's own heads after the
+    exchange.
     """
 
     def __init__(
@@ -256,7 +245,10 @@ class MLA(nn.Module):
         share = Slice(shard.out_start, shard.out_stop, shard.exchange_heads, spec.num_heads)
         gathers, values = self.ways.query == "gather", self.ways.exchange_space == "value"
         asked, valued = share if gathers else every, every if values else share
-        self.inputs = LatentInputs(name, spec, mla, asked, dtype=dtype, device=device)
+        # Without a query latent the first product makes the queries too: of other heads on each rank, if gathered.
+        differs = gathers and mla.q_lora_rank is None
+        share_rows = SharedProjection(mesh.kvp, "off" if differs else comm.shared_projections)
+        self.inputs = LatentInputs(name, spec, mla, asked, share_rows, dtype=dtype, device=device)
         key_group, value_group = mesh.kvp if gathers else None, None if values else mesh.kvp
         self.w_uk = UpProjection(name, spec, mla, "key", asked, key_group, dtype=dtype, device=device)
         self.w_uv = UpProjection(name, spec, mla, "value", valued, value_group, dtype=dtype, device=device)

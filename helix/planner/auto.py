@@ -12,6 +12,7 @@ from helix.config import CommConfig, RunConfig
 from helix.cost.choices import Choices, Formats, Placement, Workload, make_formats
 from helix.cost.hardware import Hardware, load_hardware, recognise_hardware
 from helix.cost.memory import memory
+from helix.cost.prefill import can_share, shared_from
 from helix.cost.step import StepCost, placement_cost
 from helix.errors import LayoutError
 from helix.layout import Layout, default_layout, legal_layouts, padded_heads
@@ -54,6 +55,22 @@ def choose_layout(
         priced.append((missing, cost.ttl_us, padded_heads(spec, layout), layout.kvp, layout.tpf, cost, layout))
     best = min(priced, key=lambda one: one[:5])
     return best[-1], _reason(best[-1], best[-2], [one[-2] for one in priced], card, workload, fits=best[0] == 0)
+
+
+def resolve_sharing(comm: CommConfig, spec: ModelSpec, layout: Layout, device_name: str, dtype: str) -> CommConfig:
+    """`comm` with a number of tokens, or off, as its `shared_projections`; "auto" is off where no card is known.
+
+    Off in any case where the ranks of a KVP group do not project the same.
+    """
+    if layout.kvp == 1 or not can_share(spec, choices_of(comm)):
+        return comm.model_copy(update={"shared_projections": "off"})
+    if comm.shared_projections != "auto":
+        return comm
+    card = "cpu" if device_name == "cpu" else recognise_hardware(device_name)
+    smallest = None
+    if card is not None:
+        smallest = shared_from(spec, layout, choices_of(comm), make_formats(dtype), load_hardware(card))
+    return comm.model_copy(update={"shared_projections": smallest or "off"})
 
 
 def choices_of(comm: CommConfig) -> Choices:

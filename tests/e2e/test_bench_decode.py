@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from helix.bench.decode import Cell, DecodeReport, DecodeTask, clear, place_requests
+from helix.bench.decode import (
+    Cell,
+    DecodeReport,
+    DecodeTask,
+    Timing,
+    WholeModel,
+    clear,
+    place_requests,
+    with_whole,
+)
 from helix.bench.ranks import fill_cache
 from helix.bench.variants import read_variants
 from helix.cli import main
@@ -75,6 +85,53 @@ def test_one_rank_of_several_layouts(tiny: TinyModels, tmp_path: Path, capsys: p
     assert any("cost model's" in line for line in lines[:-1])
 
 
+def test_a_model_of_which_the_first_layers_were_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--card", "smollm2-135m", "--set", "model.num_layers=3", "--set", "model.dtype=float32"]
+    chosen = ["--one-rank-of", "kvp=9", "--cells", "1x64", "--whole-from", "2", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "decode", *arguments, *chosen, *STEPS])
+    assert ended.value.code == 0
+    report = json.loads(capsys.readouterr().out)
+    (one,) = report["timings"]
+    whole = one["whole"]
+    assert (report["num_layers"], whole["from_layers"], whole["num_layers"]) == (3, 2, 30)
+    assert whole["collectives_ms"] > 5 * one["collectives_ms"]
+    assert whole["predicted_ms"] > one["predicted_ms"]
+    deep, shallow = (_report(3, 5.0, 27), _report(2, 4.0, 27))
+    assert with_whole(deep, shallow).timings[0].whole == WholeModel(
+        num_layers=27, from_layers=2, ttl_ms=5.0 + 24 * 1.0, collectives_ms=7.0, predicted_ms=9.0
+    )
+    assert with_whole(deep, replace(shallow, timings=())).timings[0].whole is None
+
+
+def _report(num_layers: int, ttl_ms: float, whole: int) -> DecodeReport:
+    timing = Timing(
+        variant="kvp=2", layout="", one_rank=True, mode="eager", batch=1, context=64, ttl_ms=ttl_ms, low_ms=1.0,
+        high_ms=9.0, first_ms=1.0, device_ms=None, collectives_ms=1.0, experts_hit=None, local_experts_hit=None,
+        busiest_experts=None, read_bytes=1, ceiling_ms=None, predicted_ms=None,
+        whole=WholeModel(num_layers=whole, from_layers=0, ttl_ms=0.0, collectives_ms=7.0, predicted_ms=9.0),
+    )  # fmt: skip
+    return DecodeReport(
+        model="any", num_layers=num_layers, dtype="float32", device="cpu", torch="2", steps=2, same_token=False,
+        hardware=None, timings=(timing,), skipped=(), start_up=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["3"], "not None"),
+        (["3", "--set", "model.num_layers=3"], "not 3"),
+        (["1", "--set", "model.num_layers=4"], "kinds"),
+    ],
+)
+def test_depths_that_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "decode", "--card", "deepseek-r1", "--whole-from", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def timed_on_ranks(world: World, task: DecodeTask) -> DecodeReport:
     return task.run(world)
 
@@ -123,7 +180,7 @@ def test_variants() -> None:
     grouped = make_config(model={"card": "llama-3.1-405b", "load": "dummy"})
     (one,) = read_variants(grouped, resolve_spec(grouped), "tp=16,dcp=2", None)
     assert str(one.layout(resolve_spec(grouped))) == "kvp=2 tpa=8 tpf=16 ep=1"
-    assert one.config.comm.query == "auto", "grouped heads have no gather"
+    assert one.config.comm.query == "gather"
 
 
 @pytest.fixture

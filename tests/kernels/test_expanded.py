@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helix.kernels import attend
+from helix import kernels
+from helix.kernels import attend, expanded
 from helix.kernels.expanded import attend_expanded, expand
 from tests.kernels.cases import (
     DTYPES,
@@ -173,3 +175,31 @@ def test_expansion_of_one_latent() -> None:
     k_PBHQ, v_PBHV = expand(latent, keys, values)
     assert k_PBHQ.tolist() == [[[[2.0, 7.0], [30.0, 7.0]]]]
     assert v_PBHV.tolist() == [[[[5.0], [10.0]]]]
+
+
+def test_its_parts_are_those_of_the_device() -> None:
+    """The functions that choose by device, and not the PyTorch twins: those take seconds for a long chunk on a GPU."""
+    for name in ("attend", "merge"):
+        assert getattr(expanded, name) is getattr(kernels, name)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_as_on_the_cpu() -> None:
+    """DeepSeek's widths in bf16, several blocks, on two of three ranks' pages, against the twins in fp32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator) / size[-1] ** 0.25
+
+    q_THQ, pool_PB1W = normal(300, 16, 192), normal(40, 64, 1, 576)
+    w_uk_HNL, w_uv_HVL = normal(16, 128, 512), normal(16, 128, 512)
+    table_SM = torch.randperm(40, generator=generator).int().view(2, 20)
+    starts = torch.tensor([0, 200, 300])
+    visible_T = torch.cat((torch.arange(1000, 1200), torch.arange(1, 101)))
+    arguments = (q_THQ, pool_PB1W, w_uk_HNL, w_uv_HVL, table_SM, starts, visible_T)
+    call = partial(attend_expanded, scale=192**-0.5)
+    want, want_lse = call(*(one.bfloat16().float() if one.is_floating_point() else one for one in arguments))
+    on_gpu = [one.bfloat16().cuda() if one.is_floating_point() else one.cuda() for one in arguments]
+    got, got_lse = call(*on_gpu, block_bytes=4 << 20)
+    assert (got.float().cpu() - want).norm() < 1e-2 * want.norm()
+    torch.testing.assert_close(got_lse.cpu(), want_lse, atol=2e-2, rtol=0)

@@ -31,7 +31,7 @@ def _settings(tiny: TinyModels, family: str, layout: dict[str, Any], comm: dict[
         "model": {"path": tiny.path(family), "dtype": "float32"},
         "layout": layout,
         "comm": comm,
-        "cache": {"page_tokens": 4, "num_page_rows": 40},
+        "cache": {"page_tokens": 4, "num_page_rows": 40, "prefix_reuse": False},
         "engine": {"device": "cpu", "max_batch": 3},
     }
 

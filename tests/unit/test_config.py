@@ -82,6 +82,7 @@ def test_defaults_are_the_documented_ones() -> None:
             "query": "auto",
             "exchange_space": "auto",
             "dispatch": "auto",
+            "shared_projections": "auto",
         },
         "engine": {
             "device": "auto",

@@ -13,8 +13,9 @@ from torch import Tensor
 from helix.cache.pools import build_cache
 from helix.comm.mesh import planning_mesh
 from helix.config import CommConfig
+from helix.cost.latent import attention_flops, expand_from
 from helix.layers.batch import Batch
-from helix.layers.mla import MLA, Part, attention_flops, expand_from, resolve_ways, split_by_form
+from helix.layers.mla import MLA, Part, resolve_ways, split_by_form
 from helix.layers.rotary import Rotary
 from helix.layout import Layout
 from helix.model_spec import MLASpec, ModelSpec, RotarySpec
