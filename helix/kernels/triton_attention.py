@@ -139,7 +139,7 @@ def attend_into(
     )
     numbers = (scale * _LOG2_E, call.num_blocks, call.num_sequences, call.num_workers, page_table_SR.stride(0))
     out_strides = (*out_THV.stride()[:2], *lse_TH.stride())
-    pools = _Pools.of(k_PBKD, v_PBKV, call.v_width if call.shared else 0)
+    pools = _Pools.of(k_PBKD, v_PBKV, call.first)
     if call.tiling.roles:
         gluon_latent.attend_tiles(
             q_THD, pools.k_PBKD, tensors, (*numbers, *out_strides), call.constants(), call.options(), call.num_programs
@@ -212,7 +212,7 @@ class _Pools:
 
     @classmethod
     def of(cls, k_PBKD: Tensor | Fp8Rows, v_PBKV: Tensor | Fp8Rows, first: int) -> _Pools:
-        """`first`: so many values of a plain key are the value too, and the others its tail."""
+        """`first`: values of a plain key in its first part; the others are its tail."""
         if isinstance(k_PBKD, Fp8Rows) and isinstance(v_PBKV, Fp8Rows):
             k, v, tail = k_PBKD.values_PBKD, v_PBKV.values_PBKD, k_PBKD.tail_PBKR
             return cls(
@@ -244,6 +244,7 @@ class _Call:
     width: int
     v_width: int
     shared: bool
+    scaled: bool
 
     @classmethod
     def of(
@@ -290,7 +291,18 @@ class _Call:
             width=width,
             v_width=v_width,
             shared=shared,
+            scaled=scaled,
         )
+
+    @property
+    def first(self) -> int:
+        """Values of a key in its first part, which is the value too, or a power of two, or all that one scale is for.
+
+        So a key of 192 values is padded to as many, and not to 256.
+        """
+        if self.shared:
+            return self.v_width
+        return self.width if self.scaled else _first_part(self.width)
 
     @property
     def head_blocks(self) -> int:
@@ -336,11 +348,8 @@ class _Call:
         }
 
     def widths(self) -> dict[str, int | bool]:
-        """What only `attend_runs` is compiled for. Keys are two parts: the first is the values too, or a power of two.
-
-        So a key of 192 values is padded to as many, and not to 256.
-        """
-        first = self.v_width if self.shared else _first_part(self.width)
+        """What only `attend_runs` is compiled for."""
+        first = self.first
         second = self.width - first
         return {
             "D1": first,

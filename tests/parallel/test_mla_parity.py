@@ -98,6 +98,8 @@ def test_ways_equal_transformers(ranks: RankPool, tiny: TinyModels, case: Case) 
         tiny.path(case.family),
         {"kvp": case.kvp},
         comm={"merge": case.merge, "query": case.query, "exchange_space": case.space},
+        # Prompts found again would leave no chunk long enough for the expanded form.
+        cache={"prefix_reuse": False},
     )
     seen = check(ranks, tiny, case.family, case.kvp, config, case.threshold)
     wanted = {ALWAYS: {(True,)}, NEVER: {(False,)}, OWN: {(True,), (False,), (False, True)}}
