@@ -188,9 +188,9 @@ def slurm_command(directory: Path, config: Path) -> str:
         file.write_text(script.replace("{directory}", str(directory)).replace("{python}", sys.executable))
         file.chmod(0o755)
     job = "SLURM_JOB_NODELIST='node-[0-1]' SLURM_JOB_ID=7 SLURM_GPUS_ON_NODE=1"
-    script = ROOT / "launch" / "slurm.sbatch"
+    batch = ROOT / "launch" / "slurm.sbatch"
     return (
-        f"cd {directory}; ln -s {ROOT}/launch launch; PATH={tools}:$PATH PYTHONPATH={ROOT} {job} bash {script} {config}"
+        f"cd {directory}; ln -s {ROOT}/launch launch; PATH={tools}:$PATH PYTHONPATH={ROOT} {job} bash {batch} {config}"
     )
 
 
