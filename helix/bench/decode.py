@@ -389,12 +389,10 @@ def _random_tokens(core: EngineCore, source: random.Random, count: int, same_tok
     return [source.choice(ids)] * count if same_token else [source.choice(ids) for _ in range(count)]
 
 
-def _numbers(core: EngineCore, item: StepItem, same_token: bool) -> tuple[float, ...]:
-    """What draws one of `token_range`'s tokens, each as likely: see `helix.engine.draw`."""
-    ids = token_range(core)
+def _numbers(item: StepItem, same_token: bool) -> tuple[float, ...]:
+    """What draws a token, each as likely: see `helix.engine.draw`."""
     seed = 0 if same_token else item.request.request_id
-    place = ids.start + uniform(seed, item.request.num_outputs) * len(ids)
-    return (_HOT, 0.0, 1.0, 0.0, place / core.model.head.vocab.total)
+    return (_HOT, 0.0, 1.0, 0.0, uniform(seed, item.request.num_outputs))
 
 
 def _lead_steps(core: EngineCore, cell: Cell, count: int, same_token: bool) -> list[float]:
@@ -403,7 +401,7 @@ def _lead_steps(core: EngineCore, cell: Cell, count: int, same_token: bool) -> l
     def refuse(*_: object) -> list[int]:
         raise ValueError("tokens of timed steps are drawn on the device")
 
-    sinks = StepSinks(lambda item: _numbers(core, item, same_token), refuse, lambda *_: None)
+    sinks = StepSinks(lambda item: _numbers(item, same_token), refuse, lambda *_: None)
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -421,7 +419,7 @@ def _device_ms(core: EngineCore, same_token: bool) -> float | None:
     if plan is None or core.world.device.type != "cuda":
         return None
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    numbers_R5 = np.array([_numbers(core, item, same_token) for item in plan.items])
+    numbers_R5 = np.array([_numbers(item, same_token) for item in plan.items])
     core.runner.run(plan, choice="drawn", numbers_R5=numbers_R5)
     start.record()
     for _ in range(_DEVICE_STEPS):

@@ -10,10 +10,12 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from helix.bench.variants import Variant
 from helix.comm.stand_in import stand_in_mesh
@@ -135,7 +137,15 @@ def open_core(variant: Variant, world: World, *, max_batch: int, longest: int) -
         mesh = stand_in_mesh(layout, 0, world.device)
     core = build_core(config, spec, layout, world, mesh=mesh)
     fill_cache(core, config.engine.seed)
+    if variant.one_rank:
+        core.model.head.register_forward_hook(partial(_mask_others, token_range(core)))
     return core, spec, layout
+
+
+def _mask_others(ids: range, _head: nn.Module, _inputs: object, logits_RV: Tensor) -> None:
+    """So that no token outside of `ids` is drawn."""
+    logits_RV[:, : ids.start] = -torch.inf
+    logits_RV[:, ids.stop :] = -torch.inf
 
 
 def fill_cache(core: EngineCore, seed: int) -> None:

@@ -80,7 +80,7 @@ def test_a_row_that_is_not_finite_fails_alone(choice: Any) -> None:
 
 
 def test_a_greedy_choice_draws_nothing() -> None:
-    numbers = torch.tensor([[1e300, 0.0, 1.0, 0.0, 0.99]], dtype=torch.float64)
-    logits = torch.tensor([[1.0, 2.0, 0.0]])
-    assert choose_tokens(logits, numbers, "best").tolist() == [1]
-    assert choose_tokens(logits, numbers, "drawn").tolist() == [2]
+    numbers = torch.tensor([[1e300, 0.0, 1.0, 0.0, place / 64] for place in range(64)], dtype=torch.float64)
+    logits = torch.tensor([[1.0, 2.0, 0.0]]).repeat(64, 1)
+    assert choose_tokens(logits, numbers, "best").tolist() == [1] * 64
+    assert set(choose_tokens(logits, numbers, "drawn").tolist()) == {0, 1, 2}
