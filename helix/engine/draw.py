@@ -7,14 +7,12 @@ Shape letters: R rows, C candidates of a row, V vocabulary, P parts of the vocab
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from helix.engine.request import Choice
 from helix.engine.scheduler import NOT_FINITE, UNDECIDED
-from helix.kernels import draw_tokens
+from helix.kernels import best_tokens, draw_tokens
 from helix.kernels.draw import pick, weigh
 
 NUM_NUMBERS = 5
@@ -22,8 +20,6 @@ NUM_NUMBERS = 5
 
 WINDOW = 1024
 """Candidates that are ranked: a nucleus is nearly always smaller, and ranking all of V is slow."""
-# Parts that the vocabulary is searched in, where it divides.
-_MAX_PARTS = 64
 
 
 def choose_tokens(logits_RV: Tensor, numbers_R5: Tensor | None, choice: Choice) -> Tensor:
@@ -32,23 +28,10 @@ def choose_tokens(logits_RV: Tensor, numbers_R5: Tensor | None, choice: Choice) 
     With `choice` "drawn" rows of a temperature above 0 are drawn (without top-k and top-p), with "ranked" by all their
     numbers; then `UNDECIDED` marks a row whose nucleus `WINDOW` candidates do not hold. Otherwise each takes its best.
     """
-    greedy_R = best_tokens(logits_RV)
+    greedy_R = best_tokens(logits_RV, NOT_FINITE)
     if numbers_R5 is None or choice not in ("drawn", "ranked"):
         return greedy_R
     return draw(logits_RV, greedy_R, numbers_R5, ranked=choice == "ranked", window=WINDOW)
-
-
-def best_tokens(logits_RV: Tensor) -> Tensor:
-    """int64 [R]: id of each row's largest logit, the lowest id among equals; `NOT_FINITE` where that is NaN or inf.
-
-    The vocabulary is searched in equal parts side by side: on a GPU one row alone would occupy one multiprocessor.
-    """
-    vocab = logits_RV.shape[1]
-    parts = math.gcd(vocab, _MAX_PARTS)
-    best_RP, place_RP = logits_RV.unflatten(1, (parts, -1)).max(dim=-1)
-    best_R, part_R = best_RP.max(dim=-1)
-    token_R = part_R * (vocab // parts) + place_RP.gather(1, part_R.unsqueeze(1)).squeeze(1)
-    return torch.where(best_R.isfinite(), token_R, NOT_FINITE)
 
 
 def draw(logits_RV: Tensor, greedy_R: Tensor, numbers_R5: Tensor, *, ranked: bool, window: int) -> Tensor:

@@ -18,13 +18,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from helix.kernels.gluon_tiles import clear_rows, control, find_block, load_counts, load_next, row_of, run_of
+from helix.kernels.gluon_tiles import (
+    clear_rows,
+    control,
+    descriptor,
+    fetch,
+    find_block,
+    is_hopper,
+    load_counts,
+    load_next,
+    row_of,
+    run_of,
+    wait_for_inputs,
+)
 
 LATENT = 512
 ROTARY = 64
@@ -33,8 +43,6 @@ ROWS = 64
 MAX_BLOCKS = 4096
 # So few rows that shared memory has room for a third tile.
 _FEW_ROWS = 8
-_HOPPER = 9
-_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @gluon.jit
@@ -63,7 +71,7 @@ def _make_weights(  # type: ignore[no-untyped-def]
     num_blocks, num_workers, lse_token_stride, lse_head_stride, q, q_rotary, latent, rotary, weights, decays, totals,
     q_full, full, p_full, p_empty, total_full, total_empty, G: gl.constexpr, BLOCK_Q: gl.constexpr,
     HEAD_BLOCKS: gl.constexpr, SWAP: gl.constexpr, M: gl.constexpr, N: gl.constexpr, BUFFERS: gl.constexpr,
-    PLACES: gl.constexpr, AHEAD: gl.constexpr, MIN_TILES: gl.constexpr, PAD: gl.constexpr,
+    PLACES: gl.constexpr, AHEAD: gl.constexpr, MIN_TILES: gl.constexpr, PAD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     # With few rows the product is turned round: tokens take the 64 places that a matrix instruction has at least.
     TOKENS: gl.constexpr = 0 if SWAP else 1
@@ -78,6 +86,7 @@ def _make_weights(  # type: ignore[no-untyped-def]
     offset_n = gl.arange(0, N, layout=gl.SliceLayout(1 - TOKENS, s_layout))
     count = 0
     turn = 0
+    wait_for_inputs(DEPENDENT)
     while at < stop:
         block, num_tiles, length, tile, tile_stop = find_block(length_b, at, stop, N, PAD)
         if BLOCK_Q == 1:
@@ -91,8 +100,8 @@ def _make_weights(  # type: ignore[no-untyped-def]
             visible_m = gl.load(visible_ptr + token + row_m // G, mask=valid_m, other=0).to(gl.int32)
             seen_by_all = gl.min(gl.where(valid_m, visible_m, length), 0)
         mbarrier.expect(q_full, M * (512 + 64) * 2)
-        tma.async_copy_global_to_shared(q_desc, [token * G + head_block * M, 0], q_full, q)
-        tma.async_copy_global_to_shared(q_rotary_desc, [token * G + head_block * M, 512], q_full, q_rotary)
+        fetch(q_desc, [token * G + head_block * M, 0], q_full, q)
+        fetch(q_rotary_desc, [token * G + head_block * M, 512], q_full, q_rotary)
         peak_m = gl.full([M], float("-inf"), gl.float32, layout=row_layout)
         total_m = gl.full([M], 0.0, gl.float32, layout=row_layout)
         mbarrier.wait(q_full, turn & 1)
@@ -151,7 +160,7 @@ def _sum_values(  # type: ignore[no-untyped-def]
     totals, full, empty, p_full, p_empty, total_full, total_empty, HALF_AT: gl.constexpr, G: gl.constexpr,
     BLOCK_Q: gl.constexpr, HEAD_BLOCKS: gl.constexpr, SWAP: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     BUFFERS: gl.constexpr, PLACES: gl.constexpr, PAGE_TOKENS: gl.constexpr, MIN_TILES: gl.constexpr,
-    PAD: gl.constexpr,
+    PAD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = 0 if SWAP else 1
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M if SWAP else 256, 16])
@@ -175,6 +184,7 @@ def _sum_values(  # type: ignore[no-untyped-def]
             block, _, _, front_tile, front_stop = find_block(length_b, at, stop, N, PAD)
             row = row_of(end_s, plan_ptr, block, num_blocks, num_sequences, table_stride, BLOCK_Q)
             page = gl.load(table_ptr + row + front_tile * N // PAGE_TOKENS)
+        wait_for_inputs(DEPENDENT)
         for early in range(BUFFERS):
             front, front_tile, front_stop, row, page = load_next(
                 latent_desc, rotary_desc, table_ptr, start_ptr, length_ptr, plan_ptr, num_blocks, num_sequences,
@@ -277,7 +287,8 @@ def _attend_latent(  # type: ignore[no-untyped-def]
     fence_async_shared()
     if DEPENDENT:
         control("griddepcontrol.launch_dependents; // dummy $0")
-        control("griddepcontrol.wait; // dummy $0")
+    if BLOCK_Q > 1:
+        wait_for_inputs(DEPENDENT)
     # fmt: off
     gl.warp_specialize(
         [
@@ -285,21 +296,21 @@ def _attend_latent(  # type: ignore[no-untyped-def]
                     q_desc, q_rotary_desc, start_ptr, visible_ptr, length_ptr, plan_ptr, lse_ptr, part_lse_ptr,
                     scale_log2, num_blocks, num_workers, lse_token_stride, lse_head_stride, q, q_rotary, latent,
                     rotary, weights, decays, totals, q_full, full, p_full, p_empty, total_full, total_empty, G,
-                    BLOCK_Q, HEAD_BLOCKS, SWAP, M, N, BUFFERS, PLACES, AHEAD, MIN_TILES, PAD,
+                    BLOCK_Q, HEAD_BLOCKS, SWAP, M, N, BUFFERS, PLACES, AHEAD, MIN_TILES, PAD, DEPENDENT,
             )),
             (_sum_values, (
                     latent_desc, rotary_desc, table_ptr, start_ptr, length_ptr, plan_ptr, out_ptr, part_ptr,
                     num_blocks, num_sequences, num_workers, table_stride, out_token_stride, out_head_stride, latent,
                     rotary, weights, decays, totals, full, empty, p_full, p_empty, total_full, total_empty,
                     gl.constexpr(0), G, BLOCK_Q, HEAD_BLOCKS, SWAP, M, N, BUFFERS, PLACES, PAGE_TOKENS, MIN_TILES,
-                    PAD,
+                    PAD, DEPENDENT,
             )),
             (_sum_values, (
                     latent_desc, rotary_desc, table_ptr, start_ptr, length_ptr, plan_ptr, out_ptr, part_ptr,
                     num_blocks, num_sequences, num_workers, table_stride, out_token_stride, out_head_stride, latent,
                     rotary, weights, decays, totals, full, empty, p_full, p_empty, total_full, total_empty,
                     gl.constexpr(256), G, BLOCK_Q, HEAD_BLOCKS, SWAP, M, N, BUFFERS, PLACES, PAGE_TOKENS, MIN_TILES,
-                    PAD,
+                    PAD, DEPENDENT,
             )),
         ],
         [4, 4],
@@ -312,10 +323,8 @@ def _attend_latent(  # type: ignore[no-untyped-def]
 def fits(q_THD: Tensor, pool_PB1D: Tensor) -> bool:
     """Whether this kernel can do it: a Hopper GPU, 16-bit latents of DeepSeek's widths, pages of whole tiles."""
     return (
-        q_THD.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(q_THD.device)[0] == _HOPPER
-        and q_THD.dtype in _KINDS
+        is_hopper(q_THD.device)
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.dtype == pool_PB1D.dtype
         and pool_PB1D.shape[2:] == (1, LATENT + ROTARY)
         and pool_PB1D.shape[1] % ROWS == 0
@@ -337,10 +346,10 @@ def attend_tiles(
     q_RD = q_THD.contiguous().flatten(0, 1)
     pool_SD = pool_PB1D[:, :, 0].flatten(0, 1)
     _attend_latent[(num_programs,)](
-        _descriptor(q_RD, rows, LATENT),
-        _descriptor(q_RD, rows, ROTARY),
-        _descriptor(pool_SD, slots, LATENT),
-        _descriptor(pool_SD, slots, ROTARY),
+        descriptor(q_RD, rows, LATENT),
+        descriptor(q_RD, rows, ROTARY),
+        descriptor(pool_SD, slots, LATENT),
+        descriptor(pool_SD, slots, ROTARY),
         *tensors,
         *numbers,
         **{name: value for name, value in constants.items() if name != "K"},
@@ -353,9 +362,3 @@ def attend_tiles(
         SWAP=rows < ROWS,
         num_warps=4,
     )
-
-
-def _descriptor(rows: Tensor, height: int, width: int) -> TensorDescriptor:
-    """What the copy engine needs to know to fetch `height` rows by `width` columns of a matrix."""
-    layout = gl.NVMMASharedLayout.get_default_for([height, width], _KINDS[rows.dtype])
-    return TensorDescriptor.from_tensor(rows, [height, width], layout)

@@ -7,9 +7,30 @@ Letters: b blocks of queries, S sequences, N slots of a tile.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# The copy engine fills a tile of shared memory and counts its bytes at a barrier; Triton has renamed this since 3.6.
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_HOPPER = 9
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` has what the kernels in Gluon are written for."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == _HOPPER
+
+
+def descriptor(rows: Tensor, height: int, width: int) -> TensorDescriptor:
+    """What the copy engine needs to know to fetch `height` rows by `width` columns of a matrix of 16-bit values."""
+    layout = gl.NVMMASharedLayout.get_default_for([height, width], _KINDS[rows.dtype])
+    return TensorDescriptor.from_tensor(rows, [height, width], layout)
 
 
 @gluon.jit
@@ -20,6 +41,13 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 @gluon.jit
 def control(INSTRUCTION: gl.constexpr):  # type: ignore[no-untyped-def]
     gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_inputs(DEPENDENT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries, cache and a plan of blocks are there from here on; lengths and pages are before (`begin_late`)."""
+    if DEPENDENT:
+        control("griddepcontrol.wait; // dummy $0")
 
 
 @gluon.jit
@@ -92,8 +120,8 @@ def load_next(  # type: ignore[no-untyped-def]
     buffer = count % BUFFERS
     slot = page * PAGE_TOKENS + tile * N % PAGE_TOKENS
     mbarrier.expect(full.index(buffer), N * (512 + 64) * 2, pred=there)
-    tma.async_copy_global_to_shared(rotary_desc, [slot, 512], full.index(buffer), rotary.index(buffer), pred=there)
-    tma.async_copy_global_to_shared(latent_desc, [slot, 0], full.index(buffer), latent.index(buffer), pred=there)
+    fetch(rotary_desc, [slot, 512], full.index(buffer), rotary.index(buffer), pred=there)
+    fetch(latent_desc, [slot, 0], full.index(buffer), latent.index(buffer), pred=there)
     at += 1
     tile += 1
     if (tile == tile_stop) & (at < stop):

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from helix.kernels.triton_launch import begin, launch_options
+
 # Bits of one element; data is moved as integers, so that every NaN arrives as it was.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,7 +29,9 @@ def _append(  # type: ignore[no-untyped-def]
     K: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token * slot_stride_T).to(tl.int64)
     if slot < 0:
@@ -62,6 +66,7 @@ def append(pool_PB: Tensor, values_T: Tensor, slot_T: Tensor) -> None:
         D=width,
         D_PAD=triton.next_power_of_2(width),
         num_warps=1 if width <= 256 else 4,
+        **launch_options(slot_T.device),
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from helix.kernels import gluon_latent
 from helix.kernels.fp8_cache import Fp8Rows
+from helix.kernels.triton_launch import launch_options
 from helix.kernels.triton_paged import attend_runs, merge_runs, plan_blocks
 
 # Below this many query blocks every program can afford to look at the lengths of all of them.
@@ -47,11 +48,6 @@ class Tiling:
     min_tiles: int = 2
     swap: bool = False
     roles: bool = False
-
-
-# Most query rows for which warps with roles are chosen by themselves. The arrangement for more has changed since it
-# last ran on a device, so it takes an explicit tiling until it has been checked there again (docs/notes/kernels.md).
-_ROLES_ROWS = 8
 
 
 def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared: bool, roles: bool) -> Tiling:
@@ -142,7 +138,13 @@ def attend_into(
     pools = _Pools.of(k_PBKD, v_PBKV, call.first)
     if call.tiling.roles:
         gluon_latent.attend_tiles(
-            q_THD, pools.k_PBKD, tensors, (*numbers, *out_strides), call.constants(), call.options(), call.num_programs
+            q_THD,
+            pools.k_PBKD,
+            tensors,
+            (*numbers, *out_strides),
+            call.constants(),
+            launch_options(call.device),
+            call.num_programs,
         )
     else:
         attend_runs[(call.num_programs,)](
@@ -160,7 +162,7 @@ def attend_into(
             *pools.tail_PBKR.stride()[1:3],
             *out_strides,
             **call.constants(),
-            **call.options(),
+            **launch_options(call.device),
             **call.widths(),
             SCALED=isinstance(k_PBKD, Fp8Rows),
             PRECISION="ieee" if q_THD.dtype == torch.float32 else None,
@@ -191,7 +193,7 @@ def _launch_merge(call: _Call, tensors: tuple[Tensor, ...], out_strides: tuple[i
         call.num_workers,
         *out_strides,
         **constants,
-        **call.options(),
+        **launch_options(call.device),
         V=call.v_width,
         V_PAD=call.v_pad,
         COLUMNS=columns,
@@ -269,8 +271,8 @@ class _Call:
         tokens = triton.next_power_of_2(triton.cdiv(num_tokens, sequences))
         if tiling is None:
             few = min(tokens, 128) * group
-            roles = few <= _ROLES_ROWS and shared and num_tokens + sequences <= gluon_latent.MAX_BLOCKS
-            roles = roles and not scaled and gluon_latent.fits(q_THD, k)
+            roles = shared and not scaled and num_tokens + sequences <= gluon_latent.MAX_BLOCKS
+            roles = roles and gluon_latent.fits(q_THD, k)
             # FP8 rows take 16 bits in the products.
             itemsize = q_THD.element_size() if scaled else k.element_size()
             tiling = choose_tiling(few, width, v_width, itemsize, shared=shared, roles=roles)
@@ -362,12 +364,6 @@ class _Call:
             "SPLIT": self.split,
             "SWAP": self.tiling.swap,
         }
-
-    def options(self) -> dict[str, bool]:
-        """On Hopper and later a kernel may be made ready while the one before it still runs (dependent launch)."""
-        if self.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(self.device) < (9, 0):
-            return {"DEPENDENT": False}
-        return {"DEPENDENT": True, "launch_pdl": True}
 
 
 def _first_part(width: int) -> int:

@@ -16,28 +16,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from helix.kernels.triton_launch import begin, launch_options
+
+# Pairs that one program compares with a block of its own at once.
 MAX_PAIRS = 1024
 _BLOCK = 32
-_TILE_PAIRS = 16
+# Pairs of a tile, and of an average expert up to which one tile is nearly always enough.
+_TILE_PAIRS, _FEW_PAIRS = 16, 8
 
 
 @triton.jit
 def _order(  # type: ignore[no-untyped-def]
-    expert_ptr, order_ptr, start_ptr, num_pairs, E: tl.constexpr, R_PAD: tl.constexpr, BLOCK: tl.constexpr
+    expert_ptr,
+    order_ptr,
+    start_ptr,
+    num_pairs,
+    E: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Places of BLOCK pairs, and where the pairs of BLOCK experts start; experts that are not here count as E."""
-    pair_r = tl.arange(0, R_PAD)
-    id_r = tl.load(expert_ptr + pair_r, mask=pair_r < num_pairs, other=E + 1).to(tl.int32)
-    id_r = tl.where(pair_r < num_pairs, tl.minimum(id_r, E), E + 1)
+    begin(DEPENDENT)
     mine_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     id_b = tl.load(expert_ptr + mine_b, mask=mine_b < num_pairs, other=E + 1).to(tl.int32)
     id_b = tl.minimum(id_b, E)
-    before_br = (id_r[None, :] < id_b[:, None]) | (
-        (id_r[None, :] == id_b[:, None]) & (pair_r[None, :] < mine_b[:, None])
-    )
-    place_b = tl.sum(before_br.to(tl.int32), 1)
+    place_b = tl.zeros((BLOCK,), tl.int32)
+    start_b = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, num_pairs, PAIRS):
+        pair_r = first + tl.arange(0, PAIRS)
+        id_r = tl.load(expert_ptr + pair_r, mask=pair_r < num_pairs, other=E + 1).to(tl.int32)
+        id_r = tl.where(pair_r < num_pairs, tl.minimum(id_r, E), E + 1)
+        before_br = (id_r[None, :] < id_b[:, None]) | (
+            (id_r[None, :] == id_b[:, None]) & (pair_r[None, :] < mine_b[:, None])
+        )
+        place_b += tl.sum(before_br.to(tl.int32), 1)
+        start_b += tl.sum((id_r[None, :] < mine_b[:, None]).to(tl.int32), 1)
     tl.store(order_ptr + place_b, mine_b, mask=mine_b < num_pairs)
-    start_b = tl.sum((id_r[None, :] < mine_b[:, None]).to(tl.int32), 1)
     tl.store(start_ptr + mine_b, start_b, mask=mine_b <= E)
 
 
@@ -55,8 +70,10 @@ def _gate_up(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """ROWS values of ``silu(gate) * up`` of all pairs of one expert, stored at the pairs' places in the order."""
+    begin(DEPENDENT)
     expert = tl.program_id(1)
     start = tl.load(start_ptr + expert)
     stop = tl.load(start_ptr + expert + 1)
@@ -100,8 +117,10 @@ def _down(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """ROWS values of the second product of all pairs of one expert, stored where the pairs were before the order."""
+    begin(DEPENDENT)
     expert = tl.program_id(1)
     start = tl.load(start_ptr + expert)
     stop = tl.load(start_ptr + expert + 1)
@@ -135,13 +154,17 @@ def _combine(  # type: ignore[no-untyped-def]
     part_ptr,
     expert_ptr,
     share_ptr,
+    add_ptr,
     out_ptr,
     E: tl.constexpr,
     TOP: tl.constexpr,
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """The weighted sum over one token's experts that are here, in fp32."""
+    begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sum_c = tl.zeros((COLUMNS,), tl.float32)
@@ -150,14 +173,15 @@ def _combine(  # type: ignore[no-untyped-def]
         limit = tl.where(tl.load(expert_ptr + pair) < E, C, 0)
         part_c = tl.load(part_ptr + pair * C + column_c, mask=column_c < limit, other=0.0).to(tl.float32)
         sum_c += tl.where(limit > 0, part_c * tl.load(share_ptr + pair), 0.0)
+    if ADD:
+        add_c = tl.load(add_ptr + token * C + column_c, mask=column_c < C, other=0.0)
+        sum_c = sum_c.to(out_ptr.dtype.element_ty).to(tl.float32) + add_c.to(tl.float32)
     tl.store(out_ptr + token * C + column_c, sum_c, mask=column_c < C)
 
 
 def sort_pairs(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Pairs sorted by expert, int32 [R], and where each expert's begin, int32 [experts + 1]; for contiguous ids."""
     num_pairs = expert_Tk.numel()
-    if num_pairs > MAX_PAIRS:
-        raise ValueError(f"{num_pairs} pairs of token and expert; at most {MAX_PAIRS} can be ordered at once")
     order = torch.empty(num_pairs + experts + 1, dtype=torch.int32, device=expert_Tk.device)
     start = order[num_pairs:]
     _order[(triton.cdiv(max(num_pairs, experts + 1), _BLOCK),)](
@@ -166,19 +190,32 @@ def sort_pairs(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         start,
         num_pairs,
         E=experts,
-        R_PAD=max(triton.next_power_of_2(num_pairs), 64),
+        PAIRS=min(max(triton.next_power_of_2(num_pairs), 64), MAX_PAIRS),
         BLOCK=_BLOCK,
+        **launch_options(expert_Tk.device),
     )
     return order[:num_pairs], start
 
 
-def add_experts(part_RC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, experts: int) -> Tensor:
-    """The weighted sum of each token's parts, [T, C], of the experts below `experts`."""
+def add_experts(
+    part_RC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, experts: int, add_TC: Tensor | None = None
+) -> Tensor:
+    """The weighted sum of each token's parts, [T, C], of the experts below `experts`, and `add_TC`."""
     (tokens, per_token), hidden = expert_Tk.shape, part_RC.shape[1]
     out = part_RC.new_empty(tokens, hidden)
     block = min(triton.next_power_of_2(hidden), 512)
     _combine[(tokens, triton.cdiv(hidden, block))](
-        part_RC, expert_Tk, weight_Tk.contiguous(), out, E=experts, TOP=per_token, C=hidden, COLUMNS=block
+        part_RC,
+        expert_Tk,
+        weight_Tk.contiguous(),
+        out if add_TC is None else add_TC.contiguous(),
+        out,
+        E=experts,
+        TOP=per_token,
+        C=hidden,
+        COLUMNS=block,
+        ADD=add_TC is not None,
+        **launch_options(part_RC.device),
     )
     return out
 
@@ -189,36 +226,43 @@ def expert_products(
     weight_Tk: Tensor,
     gate_up_EWC: Tensor,
     down_ECW: Tensor,
+    add_TC: Tensor | None = None,
     *,
     rows: int = 32,
-    columns: int = 128,
+    columns: int = 256,
     stages: int = 3,
-    warps: int = 2,
+    warps: int = 4,
+    tile_pairs: int | None = None,
 ) -> Tensor:
-    """As `helix.kernels.triton_experts.expert_products`, for up to `MAX_PAIRS` pairs of token and expert.
+    """As `helix.kernels.triton_experts.expert_products`, for a batch in which tokens share experts.
 
-    The results of the second product are rounded to the dtype of x too. The rest is how the products are cut: rows and
-    columns of the weights that a program reads at once, its stages and warps.
+    The time to order the pairs grows with their number squared. The results of the second product are rounded to the
+    dtype of x too. The rest is how the products are cut: rows and columns of the weights that a program reads at once,
+    its stages and warps, and the pairs that it multiplies with them at once.
     """
     (tokens, hidden), per_token = x_TC.shape, expert_Tk.shape[1]
     experts, width, num_pairs = down_ECW.shape[0], down_ECW.shape[2], tokens * per_token
     if not tokens:
-        return torch.empty_like(x_TC)
+        return torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     expert_Tk = expert_Tk.contiguous()
+    if tile_pairs is None:
+        # Experts with more pairs than a tile are read again, so tiles are larger where experts have many.
+        tile_pairs = _TILE_PAIRS if num_pairs <= _FEW_PAIRS * experts else 2 * _TILE_PAIRS
     order, start = sort_pairs(expert_Tk, experts)
     between, part = x_TC.new_empty(num_pairs, width), x_TC.new_empty(num_pairs, hidden)
     sizes = {
         "C": hidden,
         "W": width,
-        "M": _TILE_PAIRS,
+        "M": tile_pairs,
         "ROWS": rows,
         "COLUMNS": columns,
         "PRECISION": "ieee" if x_TC.dtype == torch.float32 else None,
         "num_warps": warps,
         "num_stages": stages,
+        **launch_options(x_TC.device),
     }
     _gate_up[(triton.cdiv(width, rows), experts)](
         x_TC.contiguous(), order, start, gate_up_EWC, between, TOP=per_token, **sizes
     )
     _down[(triton.cdiv(hidden, rows), experts)](between, order, start, down_ECW, part, **sizes)
-    return add_experts(part, expert_Tk, weight_Tk, experts)
+    return add_experts(part, expert_Tk, weight_Tk, experts, add_TC)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from helix.kernels.triton_launch import begin, launch_options
+
 
 @triton.jit
 def _rms_norm(  # type: ignore[no-untyped-def]
@@ -24,11 +26,13 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     C: tl.constexpr,
     C_PAD: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C_PAD)
     inside_c = c < C
     weight_c = tl.load(weight_ptr + c, mask=inside_c, other=0.0)
+    begin(DEPENDENT)
     x_c = tl.load(x_ptr + token * x_stride + c, mask=inside_c, other=0.0)
     if ADD:
         residual_c = tl.load(residual_ptr + token * residual_stride + c, mask=inside_c, other=0.0)
@@ -76,6 +80,7 @@ def _launch(
         C_PAD=padded,
         ADD=add,
         num_warps=min(max(padded // 512, 1), 16),
+        **launch_options(x_TC.device),
     )
 
 

@@ -65,9 +65,11 @@ def attend_runs(  # type: ignore[no-untyped-def]
     worker = tl.program_id(0) // HEAD_BLOCKS
     head_block = tl.program_id(0) % HEAD_BLOCKS
     pad_b = tl.arange(0, PAD)
+    # Lengths and pages of tokens are read early: they are there before a step's first kernel.
     if DEPENDENT:
         tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+        if BLOCK_Q > 1:
+            tl_cuda.gdc_wait()
     end_s = tl.load(start_ptr + 1 + pad_b, mask=pad_b < num_sequences, other=2147483647).to(tl.int32)
     if SPLIT:
         length_b = tl.load(length_ptr + pad_b, mask=pad_b < num_blocks, other=0).to(tl.int32)
@@ -80,6 +82,8 @@ def attend_runs(  # type: ignore[no-untyped-def]
     else:
         at = tl.zeros((), tl.int32)
         stop = tl.maximum((tl.load(length_ptr + worker // K).to(tl.int32) + N - 1) // N, 1)
+    if DEPENDENT:
+        tl_cuda.gdc_wait()
     run_start = at
     row_m = head_block * M + tl.arange(0, M)
     offset_n = tl.arange(0, N)

@@ -1,4 +1,4 @@
-"""Rotary position embedding on a GPU in Triton: what `helix.layers.rotary.apply_rotary` computes, in one launch.
+"""Rotary position embedding on a GPU in Triton: the contract of `helix.kernels.rotary.apply_rotary`.
 
 Letters: T tokens, H heads, D head width, R rotated pairs.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from helix.kernels.triton_launch import begin, launch_options
 
 
 @triton.jit
@@ -25,8 +27,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     R_PAD: tl.constexpr,
     START: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One head of one token."""
+    begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     token = row // num_heads
     x_row = x_ptr + token * token_stride + row % num_heads * head_stride
@@ -52,7 +56,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def apply_rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, interleaved: bool, start: int = 0) -> Tensor:
-    """`helix.layers.rotary.apply_rotary` on the device; tokens and heads of x may lie apart."""
+    """`helix.kernels.rotary.apply_rotary` on the device; tokens and heads of x may lie apart."""
     tokens, heads, width = x_THD.shape
     out = x_THD.new_empty(x_THD.shape)
     if not x_THD.numel():
@@ -74,5 +78,6 @@ def apply_rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, interleaved: 
         START=start,
         INTERLEAVED=interleaved,
         num_warps=1,
+        **launch_options(x_THD.device),
     )
     return out

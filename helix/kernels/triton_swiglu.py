@@ -9,12 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from helix.kernels.triton_launch import begin, launch_options
+
 _COLUMNS = 1024
 
 
 @triton.jit
-def _swiglu(x_ptr, out_ptr, token_stride, W: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, token_stride, W: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """A part of one token's row. Rounds where PyTorch does: the activation, and its product with `up`."""
+    begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column_w = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there_w = column_w < W
@@ -33,5 +38,7 @@ def swiglu(both: Tensor) -> Tensor:
         both = both.contiguous()
     if out.numel():
         columns = min(triton.next_power_of_2(width), _COLUMNS)
-        _swiglu[(tokens, triton.cdiv(width, columns))](both, out, both.stride(0), W=width, COLUMNS=columns)
+        _swiglu[(tokens, triton.cdiv(width, columns))](
+            both, out, both.stride(0), W=width, COLUMNS=columns, **launch_options(both.device)
+        )
     return out

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from helix.cache.pools import LayerCache
 from helix.comm.mesh import Mesh
 from helix.config import CommConfig
-from helix.kernels import append, attend
+from helix.kernels import attend, store_heads
 from helix.layers.batch import Batch
 from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
 from helix.layers.projection import SharedProjection
-from helix.layers.rotary import apply_rotary
 from helix.layout import AttentionShard, Slice, attention_shard
 from helix.model_spec import ModelSpec
 from helix.weights import Piece, cols, rows, whole
@@ -100,18 +99,19 @@ class Attention(nn.Module):
     def _project(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated queries of the heads that this rank asks for; the tokens' keys and values go to the cache."""
         heads_THD = self.share(self.qkv, x_TC).unflatten(-1, (-1, self.spec.head_dim))
-        num_q, num_kv = self.num_asked, self.shard.num_kv
-        interleaved = self.spec.rotary.interleaved
-        if heads_THD.is_cuda and self.q_norm is None and isinstance(cache.k, Tensor) and isinstance(cache.v, Tensor):
-            from helix.kernels.triton_heads import store_heads
-
-            return store_heads(heads_THD, num_q, rotary, cache.k, cache.v, batch.slot_T, interleaved=interleaved)
-        q_THD, k_TKD, v_TKD = heads_THD.split((num_q, num_kv, num_kv), dim=1)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        append(cache.k, apply_rotary(k_TKD, *rotary, interleaved=interleaved), batch.slot_T)
-        append(cache.v, v_TKD, batch.slot_T)
-        return apply_rotary(q_THD, *rotary, interleaved=interleaved)
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return store_heads(
+            heads_THD,
+            self.num_asked,
+            norms,
+            rotary,
+            cache.k,
+            cache.v,
+            batch.slot_T,
+            interleaved=self.spec.rotary.interleaved,
+        )
 
 
 def _qkv_pieces(name: str, kind: str, spec: ModelSpec, asked: Slice, shard: AttentionShard) -> tuple[Piece, ...]:

@@ -31,8 +31,12 @@ from helix.layout import Slice, padded_slice, uneven_slice
 Route: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 """x [T, C] -> (global expert ids [T, k] int64, fp32 weights [T, k])."""
 
-Experts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [T, C], local expert ids [T, k], weights [T, k]) -> this rank's part of the weighted sums [T, C]."""
+
+class Experts(Protocol):
+    """This rank's part of the weighted sums, plus `add_TC` where it is given: [T, C]."""
+
+    def __call__(self, x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, add_TC: Tensor | None = None) -> Tensor: ...
+
 
 Shared: TypeAlias = Callable[[Tensor], Tensor]
 """x [T, C] -> this rank's part of the shared expert [T, C], to be summed over all N ranks."""
@@ -65,10 +69,9 @@ class LocalDispatch:
 
     def __call__(self, x_TC: Tensor, route: Route, experts: Experts, shared: Shared | None) -> Tensor:
         expert_Tk, weight_Tk = route(x_TC)
-        y_TC = experts(x_TC, _local_ids(expert_Tk, self.held), weight_Tk)
-        if shared is not None:
-            y_TC = y_TC + shared(x_TC)
-        return self.world.all_reduce(y_TC)
+        # The shared expert first: its weights are on their way while the router still chooses.
+        add_TC = None if shared is None else shared(x_TC)
+        return self.world.all_reduce(experts(x_TC, _local_ids(expert_Tk, self.held), weight_Tk, add_TC))
 
 
 class AllToAllDispatch:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from helix.comm.group import Group
+from helix.kernels import embed, linear
 from helix.layers.linear import Linear
 from helix.layout import Slice
 from helix.weights import rows
@@ -24,10 +25,7 @@ class Embedding(nn.Module):
         self.group = group
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        local_T = token_ids_T - self.vocab.start
-        foreign_T = (local_T < 0) | (local_T >= self.vocab.size)
-        x_TC = nn.functional.embedding(local_T.masked_fill(foreign_T, 0), self.weight)
-        return self.group.all_reduce(x_TC.masked_fill(foreign_T.unsqueeze(1), 0))
+        return self.group.all_reduce(embed(token_ids_T, self.weight, self.vocab.start, self.vocab.size))
 
 
 class Head(nn.Module):
@@ -57,7 +55,7 @@ class Head(nn.Module):
     def forward(self, x_RC: Tensor) -> Tensor:
         tied = self._tied[0]
         if tied is not None:
-            local_RV = nn.functional.linear(x_RC, tied.weight)
+            local_RV = linear(x_RC, tied.weight)
         elif self.linear is not None:
             local_RV = self.linear(x_RC)
         else:

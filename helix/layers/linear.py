@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from helix.kernels import linear_fp8
+from helix.kernels import gated_linear, linear, linear_fp8, swiglu
 from helix.weights import Packable, Piece
 
 
@@ -41,4 +41,10 @@ class Linear(Packable):
         packed = self.packed("weight")
         if packed is not None:
             return linear_fp8(x, packed, self.bias)
-        return nn.functional.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """``silu(gate) * up`` of the product, whose first half of outputs is the gate."""
+        if "weight" in self.grids:
+            return swiglu(self(x))
+        return gated_linear(x, self.weight, self.bias)

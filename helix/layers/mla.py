@@ -29,7 +29,7 @@ from helix.comm.group import Group
 from helix.comm.mesh import Mesh
 from helix.config import CommConfig
 from helix.cost.latent import expand_from
-from helix.kernels import append, attend
+from helix.kernels import absorb, apply_rotary, attend, head_linear, store_latents
 from helix.kernels.expanded import attend_expanded
 from helix.kernels.fp8_cache import Fp8Rows
 from helix.layers.batch import Batch
@@ -37,7 +37,6 @@ from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
 from helix.layers.projection import SharedProjection
-from helix.layers.rotary import apply_rotary
 from helix.layout import Slice, attention_shard
 from helix.model_spec import MLASpec, ModelSpec
 from helix.weights import Piece, cols, rows, whole
@@ -159,28 +158,19 @@ class LatentInputs(nn.Module):
         self.kv_norm = RMSNorm(norm_name, mla.kv_lora_rank, LATENT_NORM_EPS, dtype=dtype, device=device)
         self.share = share
 
-    def forward(self, x_TC: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotated queries [T, G, Q], and raw latents [T, W] for `store`."""
+    def forward(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, G, Q], not rotated yet, and raw latents [T, W] for `store`."""
         query, latent_TW = self.share(self.down, x_TC).split((self.query_width, self.latent_width), dim=-1)
         if self.q_norm is not None and self.q_up is not None:
             query = self.q_up(self.q_norm(query))
-        query_TGQ = query.unflatten(-1, (-1, self.mla.nope_dim + self.mla.rope_dim))
-        query_TGQ = apply_rotary(query_TGQ, *rotary, interleaved=self.interleaved, start=self.mla.nope_dim)
-        return query_TGQ, latent_TW
+        return query.unflatten(-1, (-1, self.mla.nope_dim + self.mla.rope_dim)), latent_TW
 
     def store(
         self, latent_TW: Tensor, rotary: tuple[Tensor, Tensor], pool_PB1W: Tensor | Fp8Rows, slot_T: Tensor
     ) -> None:
         """Norm the latents, rotate the part that all heads share, and append both to this rank's pages."""
-        if latent_TW.is_cuda and isinstance(pool_PB1W, Tensor):
-            from helix.kernels.triton_latent import store_latents
-
-            weight, eps = self.kv_norm.weight, self.kv_norm.eps
-            store_latents(latent_TW, weight, eps, rotary, pool_PB1W, slot_T, interleaved=self.interleaved)
-            return
-        latent_TL, rope_TR = latent_TW.split((self.mla.kv_lora_rank, self.mla.rope_dim), dim=-1)
-        rope_T1R = apply_rotary(rope_TR.unsqueeze(1), *rotary, interleaved=self.interleaved)
-        append(pool_PB1W, torch.cat((self.kv_norm(latent_TL).unsqueeze(1), rope_T1R), -1), slot_T)
+        weight, eps = self.kv_norm.weight, self.kv_norm.eps
+        store_latents(latent_TW, weight, eps, rotary, pool_PB1W, slot_T, interleaved=self.interleaved)
 
 
 class UpProjection(nn.Module):
@@ -265,10 +255,10 @@ class MLA(nn.Module):
         self.kvp, self.group = mesh.kvp, mesh.world
 
     def forward(self, x_TC: Tensor, batch: Batch, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        q_TGQ, latent_TW = self.inputs(x_TC, rotary)
+        q_TGQ, latent_TW = self.inputs(x_TC)
         self.inputs.store(latent_TW, rotary, cache.k, batch.slot_T)
         parts = split_by_form(batch, self.threshold)
-        outs = [self._attend(part, q_TGQ, cache) for part in parts]
+        outs = [self._attend(part, q_TGQ, cache, rotary) for part in parts]
         out_ThV = outs[0]
         if len(parts) > 1:
             out_ThV = out_ThV.new_empty(x_TC.shape[0], *out_ThV.shape[1:])
@@ -277,17 +267,20 @@ class MLA(nn.Module):
         y_TC = self.group.all_reduce(self.out(out_ThV.flatten(1)))
         return y_TC if self.out_bias is None else y_TC + self.out_bias
 
-    def _attend(self, part: Part, q_TGQ: Tensor, cache: LayerCache) -> Tensor:
+    def _attend(self, part: Part, q_TGQ: Tensor, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Values of this rank's heads [T, h, V] for the tokens of `part`."""
         if part.token_index_T is not None:
             q_TGQ = q_TGQ[part.token_index_T]
-        return self._expanded(part, q_TGQ, cache) if part.expanded else self._absorbed(part, q_TGQ, cache)
+            rotary = (rotary[0][part.token_index_T], rotary[1][part.token_index_T])
+        interleaved = self.inputs.interleaved
+        if not part.expanded:
+            return self._absorbed(part, absorb(q_TGQ, self.w_uk.weight, rotary, interleaved=interleaved), cache)
+        q_TGQ = apply_rotary(q_TGQ, *rotary, interleaved=interleaved, start=self.mla.nope_dim)
+        return self._expanded(part, q_TGQ, cache)
 
-    def _absorbed(self, part: Part, q_TGQ: Tensor, cache: LayerCache) -> Tensor:
-        nope_TGN, rope_TGR = q_TGQ.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)
-        latent_TGL = torch.matmul(nope_TGN.transpose(0, 1), self.w_uk.weight).transpose(0, 1)
+    def _absorbed(self, part: Part, q_TGW: Tensor, cache: LayerCache) -> Tensor:
         out_THL, lse_TH = attend(
-            self._queries_of_all_heads(torch.cat((latent_TGL, rope_TGR), -1)),
+            self._queries_of_all_heads(q_TGW),
             cache.k,
             cache.v,
             part.page_table_SM,
@@ -317,4 +310,4 @@ class MLA(nn.Module):
 
     def _values(self, out_TXL: Tensor) -> Tensor:
         """W_UV of the heads that this rank holds it for: [T, X, L] -> [T, X, V]."""
-        return torch.matmul(out_TXL.transpose(0, 1), self.w_uv.weight.transpose(1, 2)).transpose(0, 1)
+        return head_linear(out_TXL, self.w_uv.weight)

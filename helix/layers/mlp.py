@@ -20,16 +20,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activate(both: Tensor, activation: str) -> Tensor:
-    """``act(gate) * up`` of [..., 2 W] values, gate first: [..., W]."""
-    if both.is_cuda and activation == "silu" and both.dim() == 2:
-        from helix.kernels.triton_swiglu import swiglu
-
-        return swiglu(both)
-    gate, up = both.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
-
-
 class MLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` on slice `width` of the FFN width; partial sums are reduced over `group`.
 
@@ -85,7 +75,12 @@ class MLP(nn.Module):
 
     def part(self, x_TC: Tensor) -> Tensor:
         """This rank's part of the sum over `group`, without the last bias."""
-        y_TC: Tensor = self.down(activate(self.gate_up(x_TC), self.activation))
+        if self.activation == "silu":
+            active_TW = self.gate_up.gated(x_TC)
+        else:
+            gate_TW, up_TW = self.gate_up(x_TC).chunk(2, dim=-1)
+            active_TW = ACTIVATIONS[self.activation](gate_TW) * up_TW
+        y_TC: Tensor = self.down(active_TW)
         return y_TC
 
     def forward(self, x_TC: Tensor) -> Tensor:

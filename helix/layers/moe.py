@@ -29,9 +29,9 @@ from helix.model_spec import ModelSpec
 from helix.weights import Packable, Packing, Piece, block
 
 # Up to here reading experts once for each token costs less than sorting the tokens by expert.
-FEW_TOKENS = 4
-# Up to here the weights' way from memory takes longer than the arithmetic; and the pairs that one kernel can sort.
-SMALL_BATCH, SMALL_PAIRS = 128, 1024
+FEW_TOKENS = 2
+# Up to here the weights' way from memory takes longer than the arithmetic.
+SMALL_BATCH = 128
 _ALIGNED_BYTES = 16
 
 
@@ -123,11 +123,11 @@ class Experts(Packable):
         if all(packing.takes(self.declared[name]) for name in self.packable):
             super().pack(packing)
 
-    def forward(self, x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
+    def forward(self, x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, add_TC: Tensor | None = None) -> Tensor:
         gate_up, down = self.packed("gate_up"), self.packed("down")
         if gate_up is not None and down is not None:
-            return packed_products(x_TC, expert_Tk, weight_Tk, gate_up, down, self.activation)
-        return expert_products(x_TC, expert_Tk, weight_Tk, self.gate_up, self.down, self.activation)
+            return packed_products(x_TC, expert_Tk, weight_Tk, gate_up, down, self.activation, add_TC)
+        return expert_products(x_TC, expert_Tk, weight_Tk, self.gate_up, self.down, self.activation, add_TC)
 
 
 def _stack(
@@ -148,33 +148,46 @@ def _stack(
 
 
 def expert_products(
-    x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Tensor, down_ECW: Tensor, activation: str
+    x_TC: Tensor,
+    expert_Tk: Tensor,
+    weight_Tk: Tensor,
+    gate_up_EWC: Tensor,
+    down_ECW: Tensor,
+    activation: str,
+    add_TC: Tensor | None = None,
 ) -> Tensor:
     """For each token the sum over its experts of ``weight * down(act(gate(x)) * up(x))``, [T, C] in the dtype of x.
 
     `expert_Tk` are places in the stack; E and above mean "not here" and add nothing. Weights are fp32, and so is the
-    sum.
+    sum; `add_TC` is added to it once it is rounded.
 
-    On a GPU up to `FEW_TOKENS` tokens go to `helix.kernels.triton_experts`, which reads each token's experts as they
-    lie, and up to `SMALL_BATCH` to `helix.kernels.triton_grouped`, which reads each expert once. More of them, in bf16
+    On a GPU one token or two go to `helix.kernels.triton_experts`, which reads their experts as they lie, and up to
+    `SMALL_BATCH` to `helix.kernels.triton_grouped`, which reads each expert once. More of them, in bf16
     and with strides of whole 16 bytes, go to `products_grouped`: grouped products between parts of DeepSpeed, which for
     large T are bound by arithmetic. None asks the host, so a step can be captured in a graph. Everywhere else, on a CPU
     above all, `products_by_loop` is the plain form of the same: it touches the experts that are hit and no others.
     """
-    small = x_TC.shape[0] <= SMALL_BATCH and expert_Tk.numel() <= SMALL_PAIRS
-    if x_TC.is_cuda and small and activation == "silu":
+    if x_TC.is_cuda and x_TC.shape[0] <= SMALL_BATCH and activation == "silu":
         from helix.kernels import triton_experts, triton_grouped
 
         kernel = triton_experts if x_TC.shape[0] <= FEW_TOKENS else triton_grouped
-        y_TC: Tensor = kernel.expert_products(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW)
+        y_TC: Tensor = kernel.expert_products(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, add_TC)
         return y_TC
     if x_TC.is_cuda and x_TC.dtype is torch.bfloat16 and _aligned(gate_up_EWC, down_ECW):
-        return products_grouped(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
-    return products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+        y_TC = products_grouped(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+    else:
+        y_TC = products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+    return y_TC if add_TC is None else y_TC + add_TC
 
 
 def packed_products(
-    x_TC: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EWC: Packed, down_ECW: Packed, activation: str
+    x_TC: Tensor,
+    expert_Tk: Tensor,
+    weight_Tk: Tensor,
+    gate_up_EWC: Packed,
+    down_ECW: Packed,
+    activation: str,
+    add_TC: Tensor | None = None,
 ) -> Tensor:
     """`expert_products` with stacks held in FP8, which are dequantised as they are used, never as a whole.
 
@@ -184,8 +197,9 @@ def packed_products(
         from helix.kernels import triton_fp8_experts
 
         y_TC: Tensor = triton_fp8_experts.expert_products(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW)
-        return y_TC
-    return products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+    else:
+        y_TC = products_by_loop(x_TC, expert_Tk, weight_Tk, gate_up_EWC, down_ECW, activation)
+    return y_TC if add_TC is None else y_TC + add_TC
 
 
 def products_by_loop(

@@ -19,7 +19,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from helix.layers.rotary import Rotary, apply_rotary
+from helix.kernels import apply_rotary
+from helix.layers.rotary import Rotary
 from helix.model_spec import RotarySpec, yarn_mscale
 from model_zoo import spec_from_config
 from model_zoo.hf_config import ConfigReader, rotary_spec

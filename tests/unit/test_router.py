@@ -16,7 +16,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from helix.layers.router import Router, route
+from helix.kernels import route
+from helix.layers.router import Router
 from helix.model_spec import ModelSpec, MoESpec
 from model_zoo import spec_from_config
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from helix.comm.world import single_world
 from helix.config import make_config
 from helix.engine.batch import build_batch
-from helix.engine.draw import best_tokens
 from helix.engine.inputs import StaticInputs
 from helix.engine.request import Request
 from helix.engine.runner import batch_buckets, choose_mode, is_decode
 from helix.engine.scheduler import NOT_FINITE, StepItem, StepPlan
 from helix.errors import ConfigError
+from helix.kernels import best_tokens
 from helix.layout import PageRule
 from model_zoo.cards import load_card
 
@@ -122,14 +122,14 @@ def pointers(inputs: StaticInputs) -> list[int]:
 def test_best_tokens() -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor([[0.0, 3.0, 3.0], [nan, 1.0, 2.0], [inf, 1.0, 2.0], [-inf, -inf, -inf], [-inf, -5.0, -7.0]])
-    assert best_tokens(logits).tolist() == [1, NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
+    assert best_tokens(logits, NOT_FINITE).tolist() == [1, NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
 
 
 @given(vocab=st.sampled_from([1, 2, 97, 96, 128, 320]), seed=st.integers(0, 99))
 def test_best_tokens_are_the_first_of_the_best(vocab: int, seed: int) -> None:
     """Few distinct values, so that rows have many equals, in all parts of the vocabulary."""
     logits = torch.randint(0, 4, (5, vocab), generator=torch.Generator().manual_seed(seed)).float()
-    assert best_tokens(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert best_tokens(logits, NOT_FINITE).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def test_a_cpu_rank_runs_eagerly() -> None:
