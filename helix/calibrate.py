@@ -224,6 +224,7 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "collectives": {op: _curve(found, op, measured, kept) for op in OPS},
         "kernels": kernels,
         "step_us": base.step_us if found.step_us is None else round(found.step_us, 1),
+        "overlaps": base.overlaps,
     }
 
 

@@ -33,12 +33,6 @@ def _transport(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
     return "comm.transport=symmetric: this version exchanges through collectives; use auto or collective"
 
 
-def _overlap(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
-    if isinstance(config.comm.overlap, str):
-        return None
-    return f"comm.overlap={config.comm.overlap}: this version runs steps in lockstep order; use auto or off"
-
-
 def _exchange_space(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
     if config.comm.exchange_space == "auto" or spec.mla:
         return None
@@ -84,7 +78,12 @@ CAPABILITIES = (
     Capability(field="layout.duplicate_kv", values="true, false", works="all models, with kvp 1", problem=_none),
     Capability(field="comm.merge", values="a2a, ag_rs", works="all models", problem=_none),
     Capability(field="comm.transport", values="auto, collective", works="gloo, NCCL", problem=_transport),
-    Capability(field="comm.overlap", values="auto, off", works="lockstep order for now", problem=_overlap),
+    Capability(
+        field="comm.overlap",
+        values="auto, off, a number of chunks",
+        works="decode steps; on GPUs with two streams",
+        problem=_none,
+    ),
     Capability(field="comm.query", values="replicate, gather", works="all models", problem=_none),
     Capability(field="comm.exchange_space", values="latent, value", works="MLA", problem=_exchange_space),
     Capability(field="comm.dispatch", values="local, alltoall", works="models with experts", problem=_dispatch),

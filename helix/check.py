@@ -18,6 +18,7 @@ from helix.config import CommConfig, RunConfig
 from helix.cost.size import ParameterCount, parameter_count
 from helix.engine.build import (
     cache_budget,
+    device_and_formats,
     fitting_rows,
     ignored_tensors,
     resolve_cache_dtype,
@@ -27,9 +28,11 @@ from helix.engine.build import (
     resolve_packing,
     resolve_spec,
 )
+from helix.engine.runner import batch_buckets
 from helix.layers.decoder import Block, Decoder, make_block
 from helix.layout import Layout, PageRule, padded_heads
 from helix.model_spec import ModelSpec
+from helix.planner.auto import overlap_rule
 from helix.weights import Packing, check_checkpoint, declare, held_in_fp8, weight_bytes
 from model_zoo import text_names
 
@@ -42,7 +45,8 @@ class Checked:
     most; part of `weights_bytes`, and more than four bytes for each block where slices cut blocks).
 
     `num_page_rows` and `capacity_tokens` are None where they depend on a machine that is not this one; `page_rows_from`
-    says where the rows come from, or why they are not known.
+    says where the rows come from, or why they are not known. `chunks` are those that a decode step is cut into on the
+    devices of this machine, by the size that batches are padded to, where all sequences have the longest context.
     """
 
     spec: ModelSpec
@@ -60,6 +64,7 @@ class Checked:
     capacity_tokens: int | None
     max_context: int
     padded_heads: int
+    chunks: dict[int, int]
 
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Rank groups of every axis."""
@@ -92,6 +97,7 @@ def check(config: RunConfig, num_ranks: int | None = None) -> Checked:
     row_bytes = page_bytes(spec, layout, rule.page_tokens, cache_dtype.itemsize, dtype.itemsize)
     budget = cache_budget(config, device, layout.num_ranks, max(weights))
     rows = fitting_rows(config, rule, max_context, row_bytes, budget)
+    overlap = overlap_rule(config, spec, layout, *device_and_formats(config, spec))
     return Checked(
         spec=spec,
         layout=layout,
@@ -108,6 +114,7 @@ def check(config: RunConfig, num_ranks: int | None = None) -> Checked:
         capacity_tokens=rows * rule.row_tokens or None,
         max_context=max_context,
         padded_heads=padded_heads(spec, layout),
+        chunks={size: overlap.num_chunks(size, max_context) for size in batch_buckets(config.engine.max_batch)},
     )
 
 

@@ -292,6 +292,8 @@ def check(
             f"{_bytes(found.num_page_rows * found.page_row_bytes)} a rank"
         )
     console.print(f"longest context  {found.max_context} tokens")
+    cut = ", ".join(f"{chunks} chunks at batch {size}" for size, chunks in found.chunks.items() if chunks > 1)
+    console.print(f"overlap          {cut or 'lockstep at every batch'} (at the longest context, on this machine)")
 
 
 @app.command()

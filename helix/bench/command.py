@@ -60,6 +60,10 @@ def bench_decode(
         typer.Option(min=1, help="Of a model cut by model.num_layers: time so many layers too, and scale to all."),
     ] = None,
     plot: PlotOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a Chrome trace of a few steps, one file a rank (chrome://tracing, Perfetto)."),
+    ] = None,
     set_: SetOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -84,6 +88,7 @@ def bench_decode(
         layouts=layouts,
         one_rank_of=one_rank_of,
         whole_from=whole_from,
+        trace=trace,
     )
     if report is not None:
         decode.print_report(report, as_json=json_)

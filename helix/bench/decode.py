@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from torch import Tensor, nn
 
 from helix.bench.pricing import Pricing, device_name
 from helix.bench.ranks import check_variants, open_core, run_tasks, token_range
+from helix.bench.trace import trace_decode
 from helix.bench.variants import Variant, read_variants, series_name
 from helix.comm.mesh import Mesh
 from helix.comm.world import World
@@ -171,6 +174,7 @@ class DecodeTask:
     warmup: int
     same_token: bool
     whole_layers: int | None = None
+    trace: Path | None = None
 
     def run(self, world: World) -> DecodeReport:
         """Collective over `world`. Contexts may be longer than the model was made for: only the time is looked at."""
@@ -219,6 +223,8 @@ class DecodeTask:
         with torch.inference_mode():
             device_ms = _device_ms(core, self.same_token)
             hits = _experts_hit(core, self.same_token)
+        if self.trace is not None:
+            trace_decode(core, _named(self.trace, str(cell) if len(self.cells) > 1 else ""))
         clear(core, requests)
         low, median, high = statistics.quantiles(times[self.warmup :], n=4)
         here = None if hits is None else hits[1]
@@ -267,15 +273,18 @@ def bench_decode(
     layouts: str | None = None,
     one_rank_of: str | None = None,
     whole_from: int | None = None,
+    trace: Path | None = None,
 ) -> DecodeReport | None:
     """Time decode steps of each cell in each variant (see `read_variants`); None on ranks other than 0.
 
     With `whole_from` each is timed with so many layers too, and `WholeModel` is drawn through both depths.
+    `trace`: also write Chrome traces of the deeper ones, one a rank; with several variants or cells their names are put into the file's.
     """
     variants = read_variants(config, resolve_spec(config), layouts, one_rank_of)
     check_variants(variants)
     whole = None if whole_from is None else check_depths(config, whole_from)
     shallow = [] if whole_from is None else [with_layers(one, whole_from) for one in variants]
+    files = [None if trace is None else _named(trace, one.label if len(variants) > 1 else "") for one in variants]
     reports = run_tasks(
         [
             DecodeTask(
@@ -285,8 +294,9 @@ def bench_decode(
                 warmup=warmup,
                 same_token=same_token,
                 whole_layers=whole,
+                trace=file,
             )
-            for one in (*variants, *shallow)
+            for one, file in zip((*variants, *shallow), (*files, *[None] * len(shallow)), strict=True)
         ]
     )
     if reports is None:
@@ -335,6 +345,12 @@ def with_whole(deep: DecodeReport, shallow: DecodeReport) -> DecodeReport:
         whole = replace(one.whole, from_layers=shallow.num_layers, ttl_ms=ttl_ms)
         timings.append(replace(one, whole=whole))
     return replace(deep, timings=tuple(timings))
+
+
+def _named(path: Path, what: str) -> Path:
+    """`path` with `what` before its suffix, in characters that any file system takes."""
+    word = re.sub(r"[^A-Za-z0-9]+", "-", what)
+    return path.with_name(f"{path.stem}.{word}{path.suffix}") if word else path
 
 
 def join_reports(reports: Sequence[DecodeReport]) -> DecodeReport:

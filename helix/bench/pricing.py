@@ -10,6 +10,7 @@ import torch
 from helix.config import RunConfig
 from helix.cost.choices import Formats, Placement, Workload, make_formats
 from helix.cost.hardware import Hardware, load_hardware, recognise_hardware
+from helix.cost.overlap import with_overlap
 from helix.cost.prefill import chunk_cost, chunks_of
 from helix.cost.step import placement_cost
 from helix.cost.weights import layer_counts
@@ -17,7 +18,8 @@ from helix.cost.work import attention_work, busiest_hits, ffn_work, head_work
 from helix.engine.core import EngineCore
 from helix.layout import Layout
 from helix.model_spec import ModelSpec
-from helix.planner.auto import choices_of, resolve_sharing
+from helix.planner.auto import choices_of, overlap_rule, resolve_sharing
+from helix.planner.overlap import OverlapRule
 from helix.weights import held_in_fp8
 
 
@@ -48,6 +50,7 @@ class Pricing:
     hardware: Hardware | None
     page_tokens: int
     shared_from: int | None
+    overlap: OverlapRule
 
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, layout: Layout, core: EngineCore) -> Pricing:
@@ -67,6 +70,7 @@ class Pricing:
             hardware=None if card is None else load_hardware(card),
             page_tokens=config.cache.page_tokens,
             shared_from=shared if isinstance(shared, int) else None,
+            overlap=overlap_rule(config, spec, layout, name, dense, weights),
         )
 
     def of_layers(self, num_layers: int) -> Pricing:
@@ -86,7 +90,8 @@ class Pricing:
                 total += count * sum(one.num_bytes for one in ffn_work(self.spec, kind, *given))
         if self.hardware is None:
             return Price(read_bytes=int(total))
-        cost = placement_cost(self.spec, self.placement, self.formats, self.hardware, load)
+        run = with_overlap(self.placement, self.overlap.num_chunks(batch, context))
+        cost = placement_cost(self.spec, run, self.formats, self.hardware, load)
         ceiling = placement_cost(self.spec, self.placement, self.formats, self.hardware.ideal(), load)
         return Price(
             read_bytes=int(total),

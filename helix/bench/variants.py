@@ -3,7 +3,7 @@
     kvp=8,ep=8                    a Helix layout; absent sizes follow from the number of ranks
     tp=8                          plain tensor parallelism: tpa=8, the KV heads copied where there are fewer
     dcp=8,merge=ag_rs             vLLM's form: TP ranks share the sequence, queries gathered (merge=a2a: its newer one)
-    kvp=8,exchange_space=value    any key of the `comm` section
+    kvp=8,overlap=2               any key of the `comm` section
 
 Several with semicolons. `tp` with `dcp` is vLLM's pair of flags: tp=8,dcp=4 gives tpa=2, kvp=4.
 """

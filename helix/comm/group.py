@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from helix.comm.clock import Clock
+
+_P = ParamSpec("_P")
 
 
 @dataclass(slots=True)
@@ -31,6 +35,20 @@ class Traffic:
     def clear(self) -> None:
         self.calls.clear()
         self.sent_bytes.clear()
+
+
+def _ranged(collective: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """A method of `Group` under its name and axis in traces; groups of one rank do nothing to be seen."""
+
+    @wraps(collective)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        group: Any = args[0]
+        if group.size == 1:
+            return collective(*args, **kwargs)
+        with record_function(f"{collective.__name__} over {group.axis}"):
+            return collective(*args, **kwargs)
+
+    return run
 
 
 def _no_beat(_label: str) -> None:
@@ -63,12 +81,14 @@ class Group:
         self._beat = beat
         self._labels = {name: f"{name} over {axis}" for name in _COLLECTIVES}
 
+    @_ranged
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the group, in place; returns `x`."""
         if self._enter("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size):
             self._comm.all_reduce(x, group=self._handle)
         return x
 
+    @_ranged
     def all_gather(self, out: Tensor, x: Tensor) -> Tensor:
         """`out` [size, *x.shape], contiguous, receives every rank's `x`, in axis order."""
         if self._enter("all_gather", x.nbytes * (self.size - 1)):
@@ -78,6 +98,7 @@ class Group:
             out.copy_(x.unsqueeze(0))
         return out
 
+    @_ranged
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Tensor:
         """`x` [size, *out.shape]: `out` receives the sum over ranks of their ``x[index]``."""
         if self._enter("reduce_scatter", x.nbytes * (self.size - 1) // self.size):
@@ -86,6 +107,7 @@ class Group:
             out.copy_(x[0])
         return out
 
+    @_ranged
     def all_to_all(self, out: Tensor, x: Tensor) -> Tensor:
         """``x[i]`` goes to rank i of the group; ``out[i]`` came from it. Both [size, ...], same shape."""
         if self._enter("all_to_all", x.nbytes * (self.size - 1) // self.size):
@@ -94,6 +116,7 @@ class Group:
             out.copy_(x)
         return out
 
+    @_ranged
     def all_to_all_uneven(self, out: Tensor, x: Tensor, out_splits: list[int], x_splits: list[int]) -> Tensor:
         """Rows of `x` in runs of `x_splits` go to the ranks in order; `out` receives runs of `out_splits` rows."""
         sent = x.nbytes * (sum(x_splits) - x_splits[self.index]) // max(sum(x_splits), 1)
@@ -103,6 +126,7 @@ class Group:
             out.copy_(x)
         return out
 
+    @_ranged
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Fill `x` with the values of the group's rank number `source`, in place."""
         if self._enter("broadcast", x.nbytes if self.index == source else 0):

@@ -97,8 +97,9 @@ class Hardware:
     """One kind of device and how it is linked. `products` holds dense matrix rates by format name.
 
     `chunks_share_latency` says that the chunks of an exchange pay its fixed latency once together, not once each. No
-    real library does; the figures of the Helix paper assume it. `small_launches`, by part of a layer, is given where
-    the kernels are those of another engine, which fuses less or more.
+    real library does; the figures of the Helix paper assume it. `overlaps` says that messages can go on while the
+    device computes (a CPU rank does one after the other). `small_launches`, by part of a layer, is given where the
+    kernels are those of another engine, which fuses less or more.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Hardware:
     step_us: float = 0.0
     chunks_share_latency: bool = False
     small_launches: Mapping[str, int] = field(default_factory=dict)
+    overlaps: bool = True
     device_names: tuple[str, ...] = ()
 
     def kernel(self, kind: KernelKind, number_format: str = "bfloat16") -> Kernel:
@@ -304,6 +306,7 @@ def _hardware(card: Mapping[str, Any]) -> Hardware:
         step_us=float(card["step_us"]),
         chunks_share_latency=bool(card.get("chunks_share_latency", False)),
         small_launches={str(name): int(count) for name, count in card.get("small_launches", {}).items()},
+        overlaps=bool(card.get("overlaps", True)),
         device_names=tuple(card.get("device_names", ())),
     )
 

@@ -23,6 +23,7 @@ from helix.cost.work import (
     Work,
     attention_read,
     attention_work,
+    chunk_work,
     exchange_work,
     ffn_work,
     head_work,
@@ -123,7 +124,8 @@ def placement_cost(
     price.messages(exchange, layers)
     read = attention_read(spec, placement, formats, workload)
     chunks = min(placement.choices.overlap, local_sequences(placement, workload))
-    gained = price.overlap_gained(read, exchange_work(placement), exchange, chunks)
+    again = [read, *chunk_work(spec, placement, formats, workload)]
+    gained = price.overlap_gained(again, exchange_work(placement), exchange, chunks)
     for kind, count in layer_counts(spec).items():
         if count:
             price.work(ffn_work(spec, kind, placement, formats, workload), count)
@@ -203,19 +205,31 @@ class Price:
         span = item.span(self.num_ranks, self.hardware)
         return item.calls * self.hardware.collective_us(item.op, item.sent_bytes / item.calls / parts, span, transport)
 
-    def overlap_gained(self, read: Work, packing: Sequence[Work], exchange: Sequence[Message], chunks: int) -> float:
+    def overlap_gained(
+        self, chunked: Sequence[Work], packing: Sequence[Work], exchange: Sequence[Message], chunks: int
+    ) -> float:
         """Time per layer that HOP-B hides (FACTS 1.6: ``n * max(c, m) + min(c, m)`` for n chunks); 0 in lockstep.
 
-        Each chunk pays the kernels' and the collective's fixed costs again, so this can be negative.
+        `chunked` is what a chunk computes before its exchange: attention, and products whose weights every chunk reads
+        again. Packing and merging go beside it, with the messages. Each chunk pays all fixed costs again, and the
+        chunks' results are joined, so this can be negative.
         """
         if chunks < 2 or not exchange:
             return 0.0
-        fixed, variable, excess = self.split(read)
-        packed = sum(self.split(one)[0] for one in packing)
-        compute = fixed + packed + (variable + excess) / chunks
-        sent = sum(self.message(one, chunks) for one in exchange)
-        lockstep = fixed + packed + variable + excess + sum(self.message(one) for one in exchange)
-        return lockstep - (chunks * max(compute, sent) + min(compute, sent))
+        lockstep = compute = sent = 0.0
+        for one in chunked:
+            fixed, read, excess = self.split(one)
+            lockstep += fixed + read + excess
+            compute += fixed + excess / chunks + (read / chunks if one.reads == "cache" else read)
+        for one in packing:
+            lockstep += self.split(one)[0]
+            sent += self.split(one)[0]
+        lockstep += sum(self.message(one) for one in exchange)
+        sent += sum(self.message(one, chunks) for one in exchange)
+        joined = self.hardware.kernels["small"].fixed_us
+        if not self.hardware.overlaps:
+            return lockstep - chunks * (compute + sent) - joined
+        return lockstep - (chunks * max(compute, sent) + min(compute, sent)) - joined
 
     def fixed(self, us: float) -> None:
         self.sums["launches"] += us

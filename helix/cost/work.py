@@ -98,6 +98,14 @@ def exchange_work(placement: Placement) -> list[Work]:
     return [_small("exchange", _EXCHANGE_LAUNCHES)] if placement.layout.kvp > 1 else []
 
 
+def chunk_work(spec: ModelSpec, placement: Placement, formats: Formats, workload: Workload) -> list[Work]:
+    """Products between attention and exchange: W_UV of all heads, where values are exchanged."""
+    if spec.mla is None or placement.choices.exchange_space != "value":
+        return []
+    values = attention_matrices(spec, placement.layout, placement.choices)["value_up"]
+    return [_product("value_up", values, local_sequences(placement, workload), formats)]
+
+
 def ffn_work(
     spec: ModelSpec, kind: LayerKind, placement: Placement, formats: Formats, workload: Workload
 ) -> list[Work]:

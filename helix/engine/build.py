@@ -25,7 +25,7 @@ from helix.errors import ConfigError
 from helix.layers.decoder import Decoder
 from helix.layout import Layout, PageRule, check_layout, with_defaults
 from helix.model_spec import ModelSpec
-from helix.planner.auto import choose_layout, resolve_sharing
+from helix.planner.auto import choose_layout, overlap_rule, resolve_sharing
 from helix.weights import Packing, dummy_weights, fp8_tensors, load_weights
 from model_zoo import load_spec, skipped_tensors, text_names
 from model_zoo.cards import load_card
@@ -71,7 +71,7 @@ def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) ->
         Not legal for this model, or for another number of ranks than were started.
     """
     if config.layout == "auto":
-        layout, reason = choose_layout(config, spec, num_ranks or 1, *_device_and_formats(config, spec))
+        layout, reason = choose_layout(config, spec, num_ranks or 1, *device_and_formats(config, spec))
         log.info("layout: auto -> %s (%s)", layout, reason)
         return layout
     sizes = {name: value for name, value in config.layout.model_dump().items() if value is not None}
@@ -80,7 +80,7 @@ def resolve_layout(config: RunConfig, spec: ModelSpec, num_ranks: int | None) ->
     return layout
 
 
-def _device_and_formats(config: RunConfig, spec: ModelSpec) -> tuple[str, str, str]:
+def device_and_formats(config: RunConfig, spec: ModelSpec) -> tuple[str, str, str]:
     """What the first device calls itself ("cpu" without one), and the names of the dtype of activations on it and of
     the format of the layers' weights."""
     on_gpu = config.engine.device != "cpu" and torch.cuda.is_available()
@@ -189,6 +189,7 @@ def build_core(
         rule,
         mesh,
         world,
+        choose_chunks=overlap_rule(config, spec, layout, *device_and_formats(config, spec)).num_chunks,
         mode=choose_mode(config, spec, world, dtype),
         max_batch=config.engine.max_batch,
         max_context=max_context,

@@ -10,12 +10,14 @@ Three ways, same results:
   device, and the buffers are owned here.
 
 In all three the tokens stay on the device as the next step's inputs, so that it can be launched before they are read.
+Decode steps run in as many chunks as `choose_chunks` says for their batch and mean context (HOP-B, see
+`helix.layers.overlap`); all other steps run in lockstep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -30,14 +32,17 @@ from helix.engine.batch import build_batch, host_tensor
 from helix.engine.draw import choose_tokens
 from helix.engine.inputs import StaticInputs
 from helix.engine.request import Choice
-from helix.engine.scheduler import StepPlan
+from helix.engine.scheduler import StepItem, StepPlan
 from helix.errors import ConfigError
 from helix.layers.batch import Batch
 from helix.layers.decoder import Decoder
+from helix.layers.overlap import LOCKSTEP, Overlap
 from helix.layout import PageRule
 from helix.model_spec import ModelSpec
 
 Mode = Literal["eager", "static", "graph"]
+ChooseChunks: TypeAlias = Callable[[int, int], int]
+"""(batch, mean context in tokens) of a decode step -> the chunks it is cut into."""
 BatchTap: TypeAlias = Callable[[Batch, int, Tensor], None]
 """Sees (batch, layer, its output [T, C]); layer -1 is the embedding."""
 
@@ -78,6 +83,7 @@ class Runner:
         world: World,
         *,
         mode: Mode,
+        choose_chunks: ChooseChunks,
         max_batch: int,
         max_context: int,
     ) -> None:
@@ -96,7 +102,8 @@ class Runner:
             max_rows = min(rule.rows_for(max_context), cache.num_rows)
             self._inputs = StaticInputs(max_batch, max_rows, rule, mesh.coords.kvp_rank, mesh.device)
             self._chosen_B = self._inputs.chosen_B
-        self._graphs: dict[tuple[int, Choice], _Captured] = {}
+        self._overlaps = _Overlaps(choose_chunks, mesh.device)
+        self._graphs: dict[tuple[int, int, Choice], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
 
     def run(
@@ -119,7 +126,7 @@ class Runner:
             num_rows = len(plan.items)
             bucket = next(size for size in self.buckets if size >= num_rows)
             self._inputs.write(plan.items, self._chosen, numbers_R5)
-            batch = self._inputs.batch(bucket)
+            batch = replace(self._inputs.batch(bucket), overlap=self._overlaps.of(plan.items, bucket))
             run = self._replay(batch, choice) if self.mode == "graph" else self._decode(batch, choice)
             result = StepRun(run.logits_RV[:num_rows], run.token_R[:num_rows])
         sampled = (item.request.request_id for item in plan.items if item.samples)
@@ -130,6 +137,7 @@ class Runner:
         self, plan: StepPlan, choice: Choice, numbers_R5: np.ndarray | None, tap: BatchTap | None
     ) -> StepRun:
         batch = build_batch(plan, self.rule, self.mesh.coords.kvp_rank, self.mesh.device)
+        batch = replace(batch, overlap=self._overlaps.of(plan.items, len(plan.items)))
         self._feed_pending(plan, batch)
         layer_tap = None if tap is None else lambda index, x_TC: tap(batch, index, x_TC)
         with self.mesh.kvp.clock.step(self.mesh.device):
@@ -165,7 +173,7 @@ class Runner:
         return self.mesh.world.broadcast(token_R) if choice in _DRAWN else token_R
 
     def _replay(self, batch: Batch, choice: Choice) -> StepRun:
-        key = len(batch.counts_S), choice
+        key = len(batch.counts_S), batch.overlap.num_chunks, choice
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(batch, choice)
@@ -196,6 +204,26 @@ class Runner:
         if self._inputs is None:
             raise ValueError("an eager runner has no static inputs")
         return self._inputs
+
+
+class _Overlaps:
+    """The `Overlap` of each step. Contexts count as the power of two below, so that few steps have to be priced."""
+
+    def __init__(self, choose_chunks: ChooseChunks, device: torch.device) -> None:
+        self._choose = choose_chunks
+        # Blocks of an exchange go first where both streams have some to place: they are few, and waited for.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._known: dict[tuple[int, int], Overlap] = {}
+
+    def of(self, items: Sequence[StepItem], batch: int) -> Overlap:
+        """How a step of `items`, padded to `batch` sequences, runs; in lockstep unless each feeds one token."""
+        if any(item.count != 1 for item in items):
+            return LOCKSTEP
+        context = sum(item.start + 1 for item in items) // len(items)
+        key = batch, 1 << (context.bit_length() - 1)
+        if key not in self._known:
+            self._known[key] = Overlap(self._choose(*key), self._stream)
+        return self._known[key]
 
 
 def batch_buckets(max_batch: int) -> tuple[int, ...]:

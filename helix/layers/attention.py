@@ -20,6 +20,7 @@ from helix.layers.batch import Batch
 from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
+from helix.layers.overlap import Chunk, attend_and_exchange, cut
 from helix.layers.projection import SharedProjection
 from helix.layout import AttentionShard, Slice, attention_shard
 from helix.model_spec import ModelSpec
@@ -83,16 +84,12 @@ class Attention(nn.Module):
         q_THD = self._project(x_TC, batch, cache, rotary)
         if self.gathers:
             q_THD = gather_heads(self.kvp, q_THD, self.shard.num_q, 1)
-        out_THD, lse_TH = attend(
-            q_THD,
-            cache.k,
-            cache.v,
-            batch.page_table_SR,
-            batch.query_start_S1,
-            batch.visible_len_T,
-            self.spec.attention_scale,
-        )
-        out_ThD = self.exchange(out_THD, lse_TH)
+
+        def attend_chunk(chunk: Chunk) -> tuple[Tensor, Tensor]:
+            return attend(q_THD[chunk.tokens], cache.k, cache.v, *chunk.tables, self.spec.attention_scale)
+
+        chunks = cut(batch.overlap.num_chunks, batch.page_table_SR, batch.query_start_S1, batch.visible_len_T)
+        out_ThD = attend_and_exchange(chunks, batch.overlap.stream, attend_chunk, self.exchange)
         y_TC = self.group.all_reduce(self.out(out_ThD.flatten(1)))
         return y_TC if self.out_bias is None else y_TC + self.out_bias
 

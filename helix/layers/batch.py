@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from helix.layers.overlap import LOCKSTEP, Overlap
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -18,7 +20,8 @@ class Batch:
     `position_T` are global positions; `visible_len_T` counts the local slots a token sees; `slot_T` is where this rank
     stores the token's KV (-1: another rank does). `rotary_len_T` is read by length-dependent rotary only: the prompt's
     length for prompt tokens, position + 1 for generated ones. `sample_T` are the rows whose logits give a token.
-    `counts_S`, on the host, are the tokens of each sequence: layers choose by them without asking the device.
+    `counts_S`, on the host, are the tokens of each sequence: layers choose by them without asking the device. `overlap`
+    says how attention and exchange are interleaved.
     """
 
     token_ids_T: Tensor
@@ -30,3 +33,4 @@ class Batch:
     page_table_SR: Tensor
     sample_T: Tensor
     counts_S: tuple[int, ...]
+    overlap: Overlap = LOCKSTEP

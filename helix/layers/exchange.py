@@ -19,14 +19,17 @@ from helix.kernels import merge
 
 
 class Exchange:
-    """Exchange inside one KVP group. Called on ``out_THD`` [T, H, D] and fp32 ``lse_TH``; gives [T, h, D]."""
+    """Exchange inside one KVP group. Called on ``out_THD`` [T, H, D] and fp32 ``lse_TH``; gives [T, h, D].
+
+    `chunk` numbers the exchanges of one layer that may run at once; collectives own no buffers to choose by it.
+    """
 
     def __init__(self, group: Group, heads_per_rank: int, form: Literal["a2a", "ag_rs"] = "a2a") -> None:
         self.group = group
         self.heads_per_rank = heads_per_rank
         self.form = form
 
-    def __call__(self, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
+    def __call__(self, out_THD: Tensor, lse_TH: Tensor, *, chunk: int = 0) -> Tensor:  # noqa: ARG002
         if self.group.size == 1:
             # One part is its own merge: where it is empty, its output is 0 already.
             return out_THD

@@ -36,6 +36,7 @@ from helix.layers.batch import Batch
 from helix.layers.exchange import Exchange, gather_heads
 from helix.layers.linear import Linear
 from helix.layers.norm import RMSNorm
+from helix.layers.overlap import Chunk, Overlap, attend_and_exchange, cut
 from helix.layers.projection import SharedProjection
 from helix.layout import Slice, attention_shard
 from helix.model_spec import MLASpec, ModelSpec
@@ -258,7 +259,7 @@ class MLA(nn.Module):
         q_TGQ, latent_TW = self.inputs(x_TC)
         self.inputs.store(latent_TW, rotary, cache.k, batch.slot_T)
         parts = split_by_form(batch, self.threshold)
-        outs = [self._attend(part, q_TGQ, cache, rotary) for part in parts]
+        outs = [self._attend(part, q_TGQ, cache, rotary, batch.overlap) for part in parts]
         out_ThV = outs[0]
         if len(parts) > 1:
             out_ThV = out_ThV.new_empty(x_TC.shape[0], *out_ThV.shape[1:])
@@ -267,30 +268,31 @@ class MLA(nn.Module):
         y_TC = self.group.all_reduce(self.out(out_ThV.flatten(1)))
         return y_TC if self.out_bias is None else y_TC + self.out_bias
 
-    def _attend(self, part: Part, q_TGQ: Tensor, cache: LayerCache, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(
+        self, part: Part, q_TGQ: Tensor, cache: LayerCache, rotary: tuple[Tensor, Tensor], overlap: Overlap
+    ) -> Tensor:
         """Values of this rank's heads [T, h, V] for the tokens of `part`."""
         if part.token_index_T is not None:
             q_TGQ = q_TGQ[part.token_index_T]
             rotary = (rotary[0][part.token_index_T], rotary[1][part.token_index_T])
         interleaved = self.inputs.interleaved
         if not part.expanded:
-            return self._absorbed(part, absorb(q_TGQ, self.w_uk.weight, rotary, interleaved=interleaved), cache)
+            q_TGW = absorb(q_TGQ, self.w_uk.weight, rotary, interleaved=interleaved)
+            return self._absorbed(part, q_TGW, cache, overlap)
         q_TGQ = apply_rotary(q_TGQ, *rotary, interleaved=interleaved, start=self.mla.nope_dim)
         return self._expanded(part, q_TGQ, cache)
 
-    def _absorbed(self, part: Part, q_TGW: Tensor, cache: LayerCache) -> Tensor:
-        out_THL, lse_TH = attend(
-            self._queries_of_all_heads(q_TGW),
-            cache.k,
-            cache.v,
-            part.page_table_SM,
-            part.query_start_S1,
-            part.visible_len_T,
-            self.scale,
-        )
-        if self.ways.exchange_space == "value":
-            return self.exchange(self._values(out_THL), lse_TH)
-        return self._values(self.exchange(out_THL, lse_TH))
+    def _absorbed(self, part: Part, q_TGW: Tensor, cache: LayerCache, overlap: Overlap) -> Tensor:
+        q_THW = self._queries_of_all_heads(q_TGW)
+        values_first = self.ways.exchange_space == "value"
+
+        def attend_chunk(chunk: Chunk) -> tuple[Tensor, Tensor]:
+            out_THL, lse_TH = attend(q_THW[chunk.tokens], cache.k, cache.v, *chunk.tables, self.scale)
+            return self._values(out_THL) if values_first else out_THL, lse_TH
+
+        chunks = cut(overlap.num_chunks, part.page_table_SM, part.query_start_S1, part.visible_len_T)
+        out_ThX = attend_and_exchange(chunks, overlap.stream, attend_chunk, self.exchange)
+        return out_ThX if values_first else self._values(out_ThX)
 
     def _expanded(self, part: Part, q_TGQ: Tensor, cache: LayerCache) -> Tensor:
         out_THV, lse_TH = attend_expanded(

@@ -12,11 +12,13 @@ from helix.config import CommConfig, RunConfig
 from helix.cost.choices import Choices, Formats, Placement, Workload, make_formats
 from helix.cost.hardware import Hardware, load_hardware, recognise_hardware
 from helix.cost.memory import memory
+from helix.cost.overlap import with_overlap
 from helix.cost.prefill import can_share, shared_from
 from helix.cost.step import StepCost, placement_cost
 from helix.errors import LayoutError
 from helix.layout import Layout, default_layout, legal_layouts, padded_heads
 from helix.model_spec import ModelSpec
+from helix.planner.overlap import OverlapRule
 
 # Sequences that the step is priced for, where `engine.max_batch` allows as many.
 _BATCH = 8
@@ -45,11 +47,11 @@ def choose_layout(
     workload = Workload(
         batch=min(config.engine.max_batch, _BATCH), context=context, page_tokens=config.cache.page_tokens
     )
-    cache = dtype if config.cache.dtype == "auto" else config.cache.dtype
-    formats = make_formats(weights or dtype, cache, dtype)
     priced = []
     for layout in layouts:
-        placement = Placement(layout=layout, choices=choices_of(config.comm))
+        rule = overlap_rule(config, spec, layout, device_name, dtype, weights)
+        placement = with_overlap(rule.placement, rule.num_chunks(workload.batch, workload.context))
+        formats = rule.formats
         cost = placement_cost(spec, placement, formats, hardware, workload)
         missing = 0.0 if card == "cpu" else _missing(spec, placement, formats, hardware, workload, config)
         priced.append((missing, cost.ttl_us, padded_heads(spec, layout), layout.kvp, layout.tpf, cost, layout))
@@ -73,8 +75,24 @@ def resolve_sharing(comm: CommConfig, spec: ModelSpec, layout: Layout, device_na
     return comm.model_copy(update={"shared_projections": smallest or "off"})
 
 
+def overlap_rule(
+    config: RunConfig, spec: ModelSpec, layout: Layout, device_name: str, dtype: str, weights: str | None = None
+) -> OverlapRule:
+    """How `config`'s decode steps are cut; devices and formats as in `choose_layout`."""
+    card = "cpu" if device_name == "cpu" else recognise_hardware(device_name)
+    cache = dtype if config.cache.dtype == "auto" else config.cache.dtype
+    return OverlapRule(
+        setting=config.comm.overlap,
+        spec=spec,
+        placement=Placement(layout=layout, choices=choices_of(config.comm)),
+        formats=make_formats(weights or dtype, cache, dtype),
+        hardware=None if card is None else load_hardware(card),
+        page_tokens=config.cache.page_tokens,
+    )
+
+
 def choices_of(comm: CommConfig) -> Choices:
-    """The choices that the engine makes of a config's `comm` section."""
+    """The choices that the engine makes of a config's `comm` section, in lockstep: `OverlapRule` says the chunks."""
     query: Literal["replicate", "gather"] = "replicate" if comm.query == "auto" else comm.query
     space: Literal["latent", "value"] = "latent" if comm.exchange_space == "auto" else comm.exchange_space
     dispatch: Literal["local", "alltoall"] = "local" if comm.dispatch == "auto" else comm.dispatch

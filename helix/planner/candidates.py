@@ -8,11 +8,11 @@ from itertools import product
 from typing import Final, Literal, TypeAlias
 
 from helix.cost.choices import Choices, Placement
+from helix.cost.overlap import CHUNK_COUNTS
 from helix.layout import Layout, layout_problem, legal_layouts
 from helix.model_spec import ModelSpec
 
 Scheme: TypeAlias = Literal["helix", "tp", "tp-pp", "dp-ep", "medha", "dcp-ag-rs", "dcp-a2a"]
-_OVERLAPS: Final = (1, 2, 4)
 
 SCHEME_TEXT: Final[dict[Scheme, str]] = {
     "helix": "Helix",
@@ -84,7 +84,7 @@ def helix_choices(spec: ModelSpec, layout: Layout, base: Choices) -> Iterator[Ch
     queries = ("replicate", "gather") if sharded else ("replicate",)
     spaces = ("latent", "value") if spec.mla and sharded else ("latent",)
     dispatches = ("local", "alltoall") if spec.moe and layout.ep > 1 else ("local",)
-    overlaps = _OVERLAPS if sharded else (1,)
+    overlaps = CHUNK_COUNTS if sharded else (1,)
     for query, space, dispatch, overlap in product(queries, spaces, dispatches, overlaps):
         yield replace(base, query=query, exchange_space=space, dispatch=dispatch, overlap=overlap)  # type: ignore[arg-type]
 

@@ -20,7 +20,6 @@ README = Path(__file__).parents[2] / "README.md"
     ("card", "sections", "words"),
     [
         ("llama-3.1-8b", {"comm": {"transport": "symmetric"}}, "comm.transport=symmetric"),
-        ("llama-3.1-8b", {"comm": {"overlap": 4}}, "comm.overlap=4"),
         ("llama-3.1-8b", {"comm": {"exchange_space": "value"}}, "comm.exchange_space=value"),
         ("llama-3.1-8b", {"comm": {"dispatch": "alltoall"}}, "comm.dispatch=alltoall"),
         ("llama-3.1-8b", {"engine": {"graphs": "on"}}, "engine.graphs=on"),
@@ -35,7 +34,10 @@ def test_refused_before_anything_starts(card: str, sections: dict[str, dict[str,
 
 def test_several_problems_are_all_named() -> None:
     config = make_config(
-        None, model={"card": "llama-3.1-8b"}, comm={"dispatch": "local", "overlap": 2}, engine={"graphs": "on"}
+        None,
+        model={"card": "llama-3.1-8b"},
+        comm={"dispatch": "local", "exchange_space": "value"},
+        engine={"graphs": "on"},
     )
     with pytest.raises(ConfigError) as refused:
         check_capabilities(config, load_card("llama-3.1-8b"), "cpu")
@@ -43,7 +45,7 @@ def test_several_problems_are_all_named() -> None:
 
 
 def test_what_works_passes() -> None:
-    comm = {"query": "gather", "exchange_space": "value", "dispatch": "alltoall", "merge": "ag_rs", "overlap": "off"}
+    comm = {"query": "gather", "exchange_space": "value", "dispatch": "alltoall", "merge": "ag_rs", "overlap": 4}
     check_capabilities(make_config(None, model={"card": "deepseek-r1"}, comm=comm), load_card("deepseek-r1"), "cpu")
 
 
