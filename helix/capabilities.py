@@ -27,10 +27,12 @@ def _none(_config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
     return None
 
 
-def _transport(config: RunConfig, _spec: ModelSpec, _device: str) -> str | None:
-    if config.comm.transport != "symmetric":
+def _transport(config: RunConfig, _spec: ModelSpec, device: str) -> str | None:
+    if config.comm.transport != "symmetric" or device == "cuda":
         return None
-    return "comm.transport=symmetric: this version exchanges through collectives; use auto or collective"
+    return (
+        f"comm.transport=symmetric: needs GPUs that address each other's memory, not {device}; use auto or collective"
+    )
 
 
 def _exchange_space(config: RunConfig, spec: ModelSpec, _device: str) -> str | None:
@@ -77,7 +79,12 @@ CAPABILITIES = (
     ),
     Capability(field="layout.duplicate_kv", values="true, false", works="all models, with kvp 1", problem=_none),
     Capability(field="comm.merge", values="a2a, ag_rs", works="all models", problem=_none),
-    Capability(field="comm.transport", values="auto, collective", works="gloo, NCCL", problem=_transport),
+    Capability(
+        field="comm.transport",
+        values="auto, collective; symmetric",
+        works="gloo, NCCL; on request: one GPU a rank, on one node with peer access",
+        problem=_transport,
+    ),
     Capability(
         field="comm.overlap",
         values="auto, off, a number of chunks",

@@ -34,6 +34,22 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[RankPool]:
+    """Ranks with a GPU each: NCCL between them, and symmetric memory."""
+    pool = RankPool("gpus")
+    yield pool
+    pool.close_workers()
+
+
+@pytest.fixture(scope="session")
+def crowded_ranks() -> Iterator[RankPool]:
+    """Ranks that share one GPU: gloo between them."""
+    pool = RankPool("one gpu")
+    yield pool
+    pool.close_workers()
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny"))
 

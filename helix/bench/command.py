@@ -194,3 +194,17 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]
     if min(numbers) <= 0 or not all(map(math.isfinite, numbers)):
         raise ConfigError(f"{option}={text}: every number must be above 0")
     return numbers
+
+
+@bench_app.command("exchange")
+def bench_exchange(
+    ranks: Annotated[int | None, typer.Option(help="Ranks to start here; under a launcher, its own.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_: JsonOption = False,
+) -> None:
+    """Time the exchange and all-reduces by transport and size on real ranks: messages, and peers' memory."""
+    from helix.bench import exchange
+
+    report = exchange.bench_exchange(ranks, device)
+    if report is not None:
+        exchange.print_report(report, as_json=json_)

@@ -278,7 +278,8 @@ def bench_decode(
     """Time decode steps of each cell in each variant (see `read_variants`); None on ranks other than 0.
 
     With `whole_from` each is timed with so many layers too, and `WholeModel` is drawn through both depths.
-    `trace`: also write Chrome traces of the deeper ones, one a rank; with several variants or cells their names are put into the file's.
+    `trace`: also write Chrome traces of the deeper ones, one a rank; with several variants or cells their names are put
+    into the file's.
     """
     variants = read_variants(config, resolve_spec(config), layouts, one_rank_of)
     check_variants(variants)

@@ -2,7 +2,8 @@
 
 Outputs are owned by the caller, so that a captured graph never holds a buffer that can move. A group of size 1 takes
 the same path through the same methods and copies. Every collective reports to the monitor before it starts, which is
-how a rank that stays behind is found, and is counted in `traffic`.
+how a rank that stays behind is found, and is counted in `traffic`. Where a group has a `direct` way, messages that it
+takes go through peers' memory, all others through `deepspeed.comm`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ _P = ParamSpec("_P")
 
 @dataclass(slots=True)
 class Traffic:
-    """Calls and bytes that left this rank, per collective name."""
+    """Calls and bytes that left this rank, per collective name, counted as a ring sends them."""
 
     calls: dict[str, int] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -51,6 +52,20 @@ def _ranged(collective: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     return run
 
 
+class Direct(Protocol):
+    """A group's way through the memory of peers. What it takes follows from shapes and dtypes: the same on all ranks.
+
+    Each method returns whether it did it, or what it gave, and None or False where the message is not for it. An
+    all-reduce goes over the link in one shot or two, by its size where `shots` does not say.
+    """
+
+    def all_reduce(self, x: Tensor, shots: int | None = None) -> bool: ...
+
+    def all_gather(self, out: Tensor, x: Tensor) -> bool: ...
+
+    def exchange(self, out_THD: Tensor, lse_TH: Tensor, part_heads: int, chunk: int) -> Tensor | None: ...
+
+
 def _no_beat(_label: str) -> None:
     """Stands in for the monitor where there is one rank only."""
 
@@ -76,6 +91,7 @@ class Group:
         self.index = ranks.index(rank)
         self.traffic = Traffic()
         self.clock = Clock()
+        self.direct: Direct | None = None
         self._comm = comm
         self._handle = handle
         self._beat = beat
@@ -84,18 +100,19 @@ class Group:
     @_ranged
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the group, in place; returns `x`."""
-        if self._enter("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size):
+        enters = self._enter("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size)
+        if enters and not (self.direct is not None and self.direct.all_reduce(x)):
             self._comm.all_reduce(x, group=self._handle)
         return x
 
     @_ranged
     def all_gather(self, out: Tensor, x: Tensor) -> Tensor:
         """`out` [size, *x.shape], contiguous, receives every rank's `x`, in axis order."""
-        if self._enter("all_gather", x.nbytes * (self.size - 1)):
+        if not self._enter("all_gather", x.nbytes * (self.size - 1)):
+            out.copy_(x.unsqueeze(0))
+        elif self.direct is None or not self.direct.all_gather(out, x):
             # gloo takes the concatenated form only.
             self._comm.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=self._handle)
-        else:
-            out.copy_(x.unsqueeze(0))
         return out
 
     @_ranged
@@ -125,6 +142,19 @@ class Group:
         else:
             out.copy_(x)
         return out
+
+    def exchange(self, out_THD: Tensor, lse_TH: Tensor, part_heads: int, chunk: int) -> Tensor | None:
+        """The exchange (see `helix.layers.exchange`) through peers' memory; None where it has to go as a message.
+
+        Chunks have channels of their own, so that one's exchange may run beside another's, on another stream.
+        """
+        if self.direct is None:
+            return None
+        merged = self.direct.exchange(out_THD, lse_TH, part_heads, chunk)
+        if merged is not None:
+            rows = out_THD.shape[0] * part_heads * (self.size - 1)
+            self._enter("all_to_all", rows * (out_THD.shape[2] * out_THD.element_size() + lse_TH.element_size()))
+        return merged
 
     @_ranged
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -31,6 +32,12 @@ _COLLECTIVE_TIMEOUT = timedelta(days=7)
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 
 
+class GraphHolder(Protocol):
+    """Something that captures collectives in CUDA graphs."""
+
+    def drop_graphs(self) -> None: ...
+
+
 @dataclass(slots=True)
 class World:
     """All ranks of one engine: `group` spans them, `monitor` watches them, `local_size` of them share this machine."""
@@ -43,6 +50,18 @@ class World:
     monitor: Monitor
     comm: Any = None
     store: Any = None
+    _holders: weakref.WeakSet[GraphHolder] = field(default_factory=weakref.WeakSet)
+
+    def holds_graphs(self, holder: GraphHolder) -> None:
+        """`holder` captures collectives. NCCL ends a communicator only when no graph has it any more."""
+        self._holders.add(holder)
+
+    @property
+    def backend(self) -> str:
+        """What carries the collectives of tensors on `device`: "gloo" or "nccl"."""
+        if self.device.type == "cpu" or self.local_size > torch.cuda.device_count():
+            return "gloo"
+        return "nccl"
 
     def subgroup(self, axis: str, partitions: tuple[tuple[int, ...], ...]) -> Group:
         """The group along `axis` that holds this rank. Collective: every rank calls with the same partitions."""
@@ -62,8 +81,14 @@ class World:
     def close(self) -> None:
         """Say goodbye and leave the process group; safe to call twice."""
         self.monitor.close()
+        for holder in list(self._holders):
+            holder.drop_graphs()
         if self.comm is not None and torch_dist.is_initialized():
-            self.comm.destroy_process_group()
+            if self.backend == "nccl" and self.monitor.failure is not None:
+                # Kernels that wait for a rank which is gone would be waited for.
+                torch_dist.distributed_c10d._abort_process_group()
+            else:
+                self.comm.destroy_process_group()
         self.comm = None
         self.store = None
 
@@ -183,6 +208,8 @@ def _import_comm(env: LaunchEnv, device: torch.device) -> Any:
     interface = interface_towards(env.master_addr, is_local=env.local_size == env.world_size)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # Its multicast objects are limited in number, and nothing here uses them.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # deepspeed.comm calls the collectives by names that torch 2.13 renamed; the user cannot change that.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed.comm as comm

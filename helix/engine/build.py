@@ -15,8 +15,9 @@ from helix.cache.pools import build_cache, page_bytes
 from helix.capabilities import check_capabilities, packs_on_gpu
 from helix.comm.group import Group
 from helix.comm.mesh import Mesh, build_mesh
+from helix.comm.symmetric import choose_transport
 from helix.comm.world import World
-from helix.config import RunConfig
+from helix.config import CommConfig, RunConfig
 from helix.engine.ahead import plans_ahead
 from helix.engine.core import EngineCore
 from helix.engine.runner import Runner, choose_mode
@@ -38,6 +39,8 @@ CACHE_DTYPES = DTYPES | {"float8": torch.float8_e4m3fn}
 # The first compute capability with FP8 products.
 FP8_CAPABILITY = (8, 9)
 
+# Exchanges that may run at a time where ``comm.overlap`` does not say.
+_MAX_CHUNKS = 4
 # On a CPU the cache shares the memory with everything else on the machine, so only a quarter of what is free is taken.
 _CPU_SHARE = 0.25
 
@@ -161,7 +164,9 @@ def build_core(
     """
     device = world.device
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    mesh = build_mesh(layout, world) if mesh is None else mesh
+    if mesh is None:
+        mesh = build_mesh(layout, world)
+        connect(mesh, world, config.comm)
     packing = resolve_packing(config, spec, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     comm = resolve_sharing(config.comm, spec, layout, name, str(dtype).removeprefix("torch."))
@@ -205,6 +210,16 @@ def build_core(
         plans_ahead=plans_ahead(config, device),
         check_schedule=config.engine.check_schedule,
     )
+
+
+def connect(mesh: Mesh, world: World, comm: CommConfig) -> None:
+    """Give the groups of `mesh` the transport that `comm` asks for. Collective over all ranks of `world`."""
+    # The world's group outlives the mesh, and may have had another transport in an earlier one.
+    mesh.world.direct = mesh.kvp.direct = None
+    if choose_transport(comm.transport, world) == "symmetric":
+        from helix.layers.direct import connect_peers
+
+        connect_peers(mesh, world, comm.overlap if isinstance(comm.overlap, int) else _MAX_CHUNKS)
 
 
 def page_rows(

@@ -105,6 +105,11 @@ class Runner:
         self._overlaps = _Overlaps(choose_chunks, mesh.device)
         self._graphs: dict[tuple[int, int, Choice], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if mode == "graph" else None
+        world.holds_graphs(self)
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured; it is captured again when it is next needed."""
+        self._graphs.clear()
 
     def run(
         self,
@@ -177,6 +182,8 @@ class Runner:
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(batch, choice)
+        # Collectives inside of a graph cannot report: the whole step counts as one, which finds a rank that stays away.
+        self.world.monitor.beat(f"replaying a step of {len(batch.counts_S)} sequences")
         captured.graph.replay()
         return captured.result
 

@@ -238,6 +238,8 @@ def pack(out_THD: Tensor, lse_TH: Tensor, num_parts: int, part_heads: int) -> Te
     lays them out. Heads past ``H`` are padding: 0 and -inf.
     """
     tokens, heads, width = out_THD.shape
+    if out_THD.stride(2) != 1:
+        out_THD = out_THD.contiguous()
     row = width + 4 // out_THD.element_size()
     message = torch.empty(num_parts, tokens, part_heads, row, dtype=out_THD.dtype, device=out_THD.device)
     _pack[(num_parts * tokens * part_heads,)](

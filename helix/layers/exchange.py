@@ -3,8 +3,9 @@
 Before it, each of the Z = kvp ranks of a group holds H heads over its part of the sequence; after it, rank z has heads
 ``[z * h, (z + 1) * h)`` (h = H padded to a multiple of Z, divided by Z), merged over all parts by log-sum-exp.
 
-Two forms, same result: `a2a` sends one packed message (output and lse together) to each peer; `ag_rs` gathers every
-rank's lse, rescales locally and reduce-scatters the outputs, which is what vLLM does by default.
+Two forms, same result: `a2a` sends one packed message (output and lse together) to each peer, or does without a message
+where the group has a direct way through peers' memory; `ag_rs` gathers every rank's lse, rescales locally and
+reduce-scatters the outputs, which is what vLLM does by default.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from helix.kernels import merge
 class Exchange:
     """Exchange inside one KVP group. Called on ``out_THD`` [T, H, D] and fp32 ``lse_TH``; gives [T, h, D].
 
-    `chunk` numbers the exchanges of one layer that may run at once; collectives own no buffers to choose by it.
+    Exchanges that may run at the same time, on streams of their own, have different numbers of `chunk`.
     """
 
     def __init__(self, group: Group, heads_per_rank: int, form: Literal["a2a", "ag_rs"] = "a2a") -> None:
@@ -29,15 +30,28 @@ class Exchange:
         self.heads_per_rank = heads_per_rank
         self.form = form
 
-    def __call__(self, out_THD: Tensor, lse_TH: Tensor, *, chunk: int = 0) -> Tensor:  # noqa: ARG002
+    def __call__(self, out_THD: Tensor, lse_TH: Tensor, *, chunk: int = 0) -> Tensor:
         if self.group.size == 1:
             # One part is its own merge: where it is empty, its output is 0 already.
             return out_THD
         with self.group.clock.exchange():
-            out_ZThD, lse_ZTh = self._split_heads(out_THD, lse_TH)
-            if self.form == "ag_rs":
-                return self._gather_and_reduce(out_ZThD, lse_ZTh)
-            return self._all_to_all(out_ZThD, lse_ZTh)
+            return self._exchange(out_THD, lse_TH, chunk)
+
+    def _exchange(self, out_THD: Tensor, lse_TH: Tensor, chunk: int) -> Tensor:
+        if self.form == "a2a":
+            merged = self.group.exchange(out_THD, lse_TH, self.heads_per_rank, chunk)
+            if merged is not None:
+                return merged
+            return self._all_to_all(self._pack(out_THD, lse_TH), out_THD.shape[-1])
+        return self._gather_and_reduce(*self._split_heads(out_THD, lse_TH))
+
+    def _pack(self, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
+        """The message [Z, T, h, ...]; on a GPU in one kernel."""
+        if not out_THD.is_cuda:
+            return pack(*self._split_heads(out_THD, lse_TH))
+        from helix.kernels import triton_merge
+
+        return triton_merge.pack(out_THD, lse_TH, self.group.size, self.heads_per_rank)
 
     def _split_heads(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Cut the heads by destination rank; padding heads are empty parts (0 and -inf), so they merge to 0."""
@@ -50,10 +64,9 @@ class Exchange:
         out_TZhD = out_THD.reshape(tokens, parts, heads, width)
         return out_TZhD.movedim(1, 0), lse_TH.reshape(tokens, parts, heads).movedim(1, 0)
 
-    def _all_to_all(self, out_ZThD: Tensor, lse_ZTh: Tensor) -> Tensor:
-        sent = pack(out_ZThD, lse_ZTh)
+    def _all_to_all(self, sent: Tensor, width: int) -> Tensor:
         received = self.group.all_to_all(torch.empty_like(sent), sent)
-        return merge(*unpack(received, out_ZThD.shape[-1]))[0]
+        return merge(*unpack(received, width))[0]
 
     def _gather_and_reduce(self, out_ZThD: Tensor, lse_ZTh: Tensor) -> Tensor:
         lse_ZTh = lse_ZTh.contiguous()
@@ -74,6 +87,9 @@ def pack(out: Tensor, lse: Tensor) -> Tensor:
 
 def unpack(message: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The inverse of `pack`: outputs [..., width] and fp32 lse [...]."""
+    size = message.element_size()
+    if width * size % 4 == 0 and message.shape[-1] * size % 4 == 0:
+        return message[..., :width], message.view(torch.float32)[..., width * size // 4]
     # A copy even of one row, which is contiguous as it lies: after an odd width it starts inside of a 4-byte word.
     lse = message[..., width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return message[..., :width], lse.squeeze(-1)

@@ -10,14 +10,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from helix.bench import exchange as exchange_bench
 from helix.comm.group import Group
 from helix.comm.mesh import build_mesh
 from helix.comm.world import World
-from helix.errors import LayoutError
+from helix.config import CommConfig
+from helix.engine.build import connect
+from helix.errors import ConfigError, LayoutError
 from helix.kernels import attend
 from helix.layers.exchange import Exchange
 from helix.layout import Layout
@@ -37,6 +41,7 @@ MARK = 99
 """Fills outputs beforehand, so that what a collective does not write is seen."""
 
 Form = Literal["a2a", "ag_rs"]
+Transport = Literal["collective", "symmetric"]
 
 
 # Collectives
@@ -45,17 +50,24 @@ Form = Literal["a2a", "ag_rs"]
 def content(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Integers from -4 to 4, other ones on each rank: their sums over six ranks are exact in every dtype."""
     generator = torch.Generator().manual_seed(31 * rank + sum(shape))
-    return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+    values = torch.randint(-4, 5, shape, generator=generator, device="cpu")
+    return values.to(torch.get_default_device(), dtype)
 
 
-def check_collectives(world: World, layouts: list[Layout]) -> dict[str, list[dict[str, int]]]:
+def check_collectives(
+    world: World, layouts: list[Layout], transport: Transport = "collective"
+) -> dict[str, list[dict[str, int]]]:
     """Every method of every group of each layout; per axis, the bytes that each checked group sent."""
     sent: dict[str, list[dict[str, int]]] = {}
     for layout in layouts:
         mesh = build_mesh(layout, world)
+        connect(mesh, world, CommConfig(transport=transport))
         assert mesh.coords == layout.coords(world.rank)
         for group in (mesh.world, mesh.kvp, mesh.tpf, mesh.ep):
-            check_group(group, layout, world.rank)
+            with world.device:
+                check_group(group, layout, world.rank)
+            # On the host, whatever the ranks compute on.
+            _broadcast_bytes(group)
             sent.setdefault(group.axis, []).append(dict(group.traffic.sent_bytes))
     return sent
 
@@ -72,7 +84,6 @@ def check_group(group: Group, layout: Layout, rank: int) -> None:
             lone = group.size == 1
             assert group.traffic.sent_bytes == ({} if lone else {name: expected}), (name, group.ranks, dtype)
             assert lone or group.traffic.calls[name] == (group.size if check is _broadcast else 1)
-    _broadcast_bytes(group)
 
 
 def _all_reduce(group: Group, dtype: torch.dtype) -> tuple[str, int]:
@@ -221,26 +232,28 @@ def exchange_cases(kvp: int) -> Iterator[ExchangeCase]:
             yield replace(case, num_heads=12, num_tokens=17, keep_Z=some)
 
 
-def check_exchange(world: World, layouts: list[Layout]) -> int:
+def check_exchange(world: World, layouts: list[Layout], transport: Transport = "collective") -> int:
     """Both forms against a dense merge of all ranks' partials, sliced to this rank's heads; the number of cases."""
     num_cases = 0
     for layout in layouts:
         mesh = build_mesh(layout, world)
+        connect(mesh, world, CommConfig(transport=transport))
         for number, case in enumerate(exchange_cases(layout.kvp)):
-            _check_exchange_case(mesh.kvp, case, seed=100 * mesh.coords.tpa_rank + number)
+            _check_exchange_case(mesh.kvp, case, 100 * mesh.coords.tpa_rank + number, world.device)
             num_cases += 1
-        check_attention_and_exchange(mesh.kvp)
+        check_attention_and_exchange(mesh.kvp, world.device)
     return num_cases
 
 
-def _check_exchange_case(group: Group, case: ExchangeCase, seed: int) -> None:
+def _check_exchange_case(group: Group, case: ExchangeCase, seed: int, device: torch.device) -> None:
     out_ZTHD, lse_ZTH = case.partials(seed)
     heads = -(-case.num_heads // group.size)
     mine = slice(group.index * heads, (group.index + 1) * heads)
     want_THD, _ = dense_merge(out_ZTHD, lse_ZTH)
     want_THD = torch.nn.functional.pad(want_THD, (0, 0, 0, heads * group.size - case.num_heads))[:, mine]
     group.traffic.clear()
-    out_ThD = Exchange(group, heads, case.form)(out_ZTHD[group.index], lse_ZTH[group.index])
+    exchange = Exchange(group, heads, case.form)
+    out_ThD = exchange(out_ZTHD[group.index].to(device), lse_ZTH[group.index].to(device)).cpu()
     assert out_ThD.dtype == case.dtype
     rescaled = case.form == "ag_rs" and case.dtype != torch.float32  # rounded before the sum, and in every partial sum
     assert_close(out_ThD, want_THD, TOLERANCES[case.dtype].times(2.0 if rescaled else 1.0))
@@ -253,7 +266,7 @@ def _check_exchange_case(group: Group, case: ExchangeCase, seed: int) -> None:
         assert group.traffic.calls == {"all_to_all": 1}
 
 
-def check_attention_and_exchange(group: Group) -> None:
+def check_attention_and_exchange(group: Group, device: torch.device) -> None:
     """Each rank attends over its own pages; after the exchange its heads are exact over the whole sequences."""
     shape = Shape(
         lengths=(41, 3, 18, 1),
@@ -268,5 +281,78 @@ def check_attention_and_exchange(group: Group) -> None:
     want_THV = torch.nn.functional.pad(want_THV, (0, 0, 0, heads * group.size - 9))
     forms: tuple[Form, ...] = ("a2a", "ag_rs")
     for form in forms:
-        out_ThV = Exchange(group, heads, form)(*attend(*case.arguments))
+        out_THV, lse_TH = attend(*case.arguments)
+        out_ThV = Exchange(group, heads, form)(out_THV.to(device), lse_TH.to(device)).cpu()
         assert_close(out_ThV, want_THV[:, group.index * heads : (group.index + 1) * heads])
+
+
+def check_peers(world: World, layout: Layout) -> None:
+    """Every kernel on a channel between these ranks, with hostile values, sizes that grow and shrink, and views."""
+    from helix.comm.symmetric import open_symmetric_memory
+    from helix.kernels import triton_peers as peers
+    from tests.kernels import peers_cases as cases
+
+    memory = open_symmetric_memory(world, peers.inbox_bytes(world.size, cases.REGION_BYTES), peers.ABSENT_BYTE)
+    one = cases.channel(list(memory.addresses), world.rank, world.device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        cases.check_all(one, dtype, world.device, long=True)
+    torch.cuda.synchronize()
+    world.group.all_reduce(torch.zeros(1))
+    assert bool((memory.buffer == peers.ABSENT_BYTE).all()), "what was read is absent again"
+
+
+def check_chunks_side_by_side(world: World) -> None:
+    """Exchanges of several chunks on streams of their own, many times over, in a graph: each gets its own peers'."""
+    mesh = build_mesh(Layout(kvp=world.size, tpf=world.size), world)
+    connect(mesh, world, CommConfig(transport="symmetric", overlap=3))
+    exchange = Exchange(mesh.kvp, 4)
+    inputs, wants = [], []
+    for chunk in range(3):
+        out_ZTHD, lse_ZTH = random_partials(world.size, 30 + chunk, 4 * world.size, 64, torch.bfloat16, chunk)
+        inputs.append((out_ZTHD[world.rank].to(world.device), lse_ZTH[world.rank].to(world.device)))
+        mine = slice(4 * world.rank, 4 * world.rank + 4)
+        wants.append(dense_merge(out_ZTHD, lse_ZTH)[0][:, mine])
+    streams = [torch.cuda.Stream() for _ in inputs]
+
+    def step() -> list[Tensor]:
+        results = []
+        for chunk, (stream, (out_THD, lse_TH)) in enumerate(zip(streams, inputs, strict=True)):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results.append(exchange(out_THD, lse_TH, chunk=chunk))
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        return results
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        got = [step() for _ in range(5)]
+    for _ in range(20):
+        graph.replay()
+    for results in got:
+        for result, want in zip(results, wants, strict=True):
+            assert_close(result.cpu(), want, TOLERANCES[torch.bfloat16])
+
+
+def refusal_of_symmetric(world: World) -> str:
+    """What is said where ``comm.transport: symmetric`` cannot be; `auto` and `collective` give no direct way."""
+    mesh = build_mesh(Layout(kvp=world.size, tpf=world.size), world)
+    for setting in ("auto", "collective"):
+        connect(mesh, world, CommConfig(transport=setting))
+        assert mesh.world.direct is mesh.kvp.direct is None
+    try:
+        connect(mesh, world, CommConfig(transport="symmetric"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def bench_small(world: World) -> exchange_bench.ExchangeReport:
+    """`helix bench exchange` with two sizes of each kind."""
+    with (
+        mock.patch.object(exchange_bench, "EXCHANGES", ((1, 4), (3, 5))),
+        mock.patch.object(exchange_bench, "REDUCED_KB", (1, 4)),
+    ):
+        return exchange_bench.measure(world)

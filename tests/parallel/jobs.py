@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from helix.comm.world import World
 from helix.config import make_config
 from helix.engine import build
+from helix.engine.core import StepOps, StepSinks
 from helix.engine.engine import Engine
 from helix.engine.join import follow
+from helix.engine.request import Request
 from helix.engine.sampling import SamplingParams
+from helix.engine.scheduler import StepItem
 
 Drive = Callable[[Engine], Any]
 
@@ -41,6 +47,30 @@ def logits_and_tokens(
 def tokens_alone(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy tokens of each prompt, one request at a time."""
     return [engine.generate([prompt], greedy(num_tokens))[0].token_ids for prompt in prompts]
+
+
+def logits_of_random_steps(engine: Engine, num_steps: int) -> tuple[str, list[Any]]:
+    """How steps run, and the logits of `num_steps` steps of requests of all lengths that come and go.
+
+    Tokens are drawn at random, so that rounding cannot make two runs part.
+    """
+    core, source = engine._core, random.Random(0)
+    vocab, logits, number = engine.spec.vocab_size, [], 0
+
+    def sample(logits_RV: Tensor, items: Sequence[StepItem]) -> list[int]:
+        logits.append(logits_RV.float().cpu().numpy())
+        return [source.randrange(vocab) for _ in items]
+
+    sinks = StepSinks(lambda _: (), sample, lambda *_: None)
+    for step in range(num_steps):
+        add: list[Request] = []
+        while core.scheduler.num_running + core.scheduler.num_waiting + len(add) < source.randrange(8):
+            ids = [source.randrange(vocab) for _ in range(source.randrange(1, 60))]
+            add.append(Request(request_id=1000 + number, prompt_ids=ids, max_tokens=source.randrange(1, 30)))
+            number += 1
+        cancel = tuple(range(1000, 1000 + number)) if step == num_steps - 1 else ()
+        core.lead(StepOps(add=() if cancel else tuple(add), cancel=cancel), sinks)
+    return core.runner.mode, logits
 
 
 def greedy(num_tokens: int) -> SamplingParams:

@@ -97,3 +97,8 @@ def test_planning_mesh_stands_where_the_rank_would() -> None:
         assert mesh.coords == layout.coords(rank)
         assert mesh.device.type == "meta"
         assert {(group.size, group.ranks) for group in (mesh.world, mesh.kvp, mesh.tpf, mesh.ep)} == {(1, (rank,))}
+
+
+def test_symmetric_memory_is_refused_with_the_reason(ranks: RankPool) -> None:
+    for message in ranks.run(2, comm_jobs.refusal_of_symmetric):
+        assert message == "comm.transport=symmetric: the ranks are not on GPUs; use auto or collective"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helix.bench.exchange import print_report
 from helix.comm.group import Group
 from helix.comm.world import single_world
 from helix.layers.exchange import Exchange, pack, unpack
@@ -69,3 +72,20 @@ def test_one_rank() -> None:
 def test_equals_dense_merge_for_this_ranks_heads(ranks: RankPool, num_ranks: int) -> None:
     layouts = LAYOUTS[num_ranks]
     assert ranks.run(num_ranks, comm_jobs.check_exchange, layouts) == [30 * len(layouts)] * num_ranks
+
+
+def test_bench_checks_and_times_each_transport(ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    report = ranks.run(3, comm_jobs.bench_small)[0]
+    kinds = {(one.operation, one.transport) for one in report.timings}
+    assert kinds == {
+        ("exchange", "packed message"),
+        ("exchange", "all-to-all alone"),
+        ("exchange", "two messages"),
+        ("exchange", "all-gather + reduce-scatter"),
+        ("all-reduce", "library"),
+    }
+    assert all(0 < one.low_us <= one.median_us <= one.high_us for one in report.timings)
+    print_report(report, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["backend"] == "gloo"
+    assert "skipped symmetric memory: the ranks are not on GPUs" in lines
