@@ -64,7 +64,9 @@ def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared:
     if itemsize > 2:
         return Tiling(rows=min(rows, 32), slots=32 if row_bytes <= 2048 else 16, warps=4, stages=2, workers_per_sm=1)
     if row_bytes > 1024:
-        return Tiling(rows=min(rows, 64), slots=64, warps=8, stages=3 if rows <= 16 else 2, workers_per_sm=1)
+        # Keys and values that are not one take twice the shared memory.
+        slots = 64 if shared else 32
+        return Tiling(rows=min(rows, 64), slots=slots, warps=8, stages=3 if rows <= 16 else 2, workers_per_sm=1)
     if rows <= 32:
         workers = 2 if row_bytes <= 512 else 1
         return Tiling(rows=rows, slots=64, warps=4, stages=3, workers_per_sm=workers, swap=True)

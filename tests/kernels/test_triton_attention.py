@@ -82,8 +82,12 @@ def check_case(case: AttentionCase, out: Tensor, lse: Tensor) -> None:
 
 
 def to(case: AttentionCase, device: torch.device) -> AttentionCase:
+    """`case` on `device`; values that are the first columns of the keys stay so."""
     tensors = {one.name: getattr(case, one.name) for one in fields(case)}
-    return replace(case, **{name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)})
+    moved = replace(case, **{name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)})
+    if case.v_PBKV.data_ptr() != case.k_PBKD.data_ptr():
+        return moved
+    return replace(moved, v_PBKV=moved.k_PBKD[..., : case.v_PBKV.shape[3]])
 
 
 def check_hostile(device: torch.device, dtype: torch.dtype, names: tuple[str, ...], workers: tuple[int, ...]) -> None:
