@@ -2,12 +2,12 @@
 SHELL := bash
 SETUP := set -euo pipefail; source launch/setup.sh; helix_setup test demo
 
-.PHONY: help check lint format test fast gpu demo
+.PHONY: help check lint format test slow gpu demo
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
-check: ## what CI runs: format, lint, types, the whole CPU suite
+check: ## what CI runs: format, lint, types, the CPU suite
 	@bash .ci/run
 
 lint: ## format, lint and types only
@@ -16,11 +16,11 @@ lint: ## format, lint and types only
 format: ## rewrite files as ruff wants them
 	@$(SETUP); "$$HELIX_BIN/ruff" format .; "$$HELIX_BIN/ruff" check --fix .
 
-test: ## the whole CPU suite
+test: ## the CPU suite without its slow tests
 	@bash launch/test.sh
 
-fast: ## the CPU suite without its slow tests
-	@bash launch/test.sh -m "not gpu and not multi_gpu and not slow"
+slow: ## the slow tests of the CPU suite
+	@bash launch/test.sh -m "slow and not gpu and not multi_gpu"
 
 gpu: ## the tests that need GPUs
 	@$(SETUP); "$$HELIX_BIN/python" -m pytest -m "gpu or multi_gpu"

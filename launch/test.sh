@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The whole suite on the CPU, from a fresh checkout; arguments go to pytest, whose exit code this returns.
+# The suite on the CPU but for its slow tests (`-m slow`), from a fresh checkout; arguments go to pytest, whose exit
+# code this returns.
 #
-#   bash launch/test.sh                       everything that needs no GPU
+#   bash launch/test.sh                       everything that is not slow and needs no GPU
 #   bash launch/test.sh tests/unit -k layout  a part of it
 set -euo pipefail
 # shellcheck source=launch/setup.sh
@@ -12,5 +13,4 @@ cd "$HELIX_ROOT"
 # One thread per rank: the suite starts more ranks than a small machine has cores.
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONFAULTHANDLER=1
 # Two files at a time: many tests wait for processes to start or to be missed, and the other file uses that time.
-# Slow ones besides those: pytest -m slow.
 exec "$HELIX_BIN/python" -m pytest -m "not gpu and not multi_gpu and not slow" -n 2 --dist loadfile "$@"

@@ -31,7 +31,6 @@ def hosts_or_skip(directory: Path) -> AbstractContextManager[TwoHosts]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_slurm_script(smollm2: Path, tmp_path: Path) -> None:
     """With stand-ins for Slurm's own commands, from another directory than the checkout."""
     with hosts_or_skip(tmp_path) as hosts:
