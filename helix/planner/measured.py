@@ -81,11 +81,16 @@ def _steps(report: Mapping[str, Any], hardware: Hardware) -> Iterator[MeasuredSt
         workload = Workload(batch=batch, context=context, routing=_routing(timing, place.layout.ep))
         name = [report["model"], _sizes_text(place.layout), *_ways_text(ways), f"{batch} x {tokens_text(context)}"]
         yield MeasuredStep(
-            name=" ".join(name) + (", same token" if report.get("same_token") else ""),
+            name=" ".join(name) + _how(report, timing),
             measured_ms=timing["ttl_ms"],
             cost=placement_cost(spec, place, formats, hardware, workload),
             one_rank=bool(timing.get("one_rank")),
         )
+
+
+def _how(report: Mapping[str, Any], timing: Mapping[str, Any]) -> str:
+    """What else tells a cell from others: fewer layers are not said, since rows of a report lie together."""
+    return (", same token" if report.get("same_token") else "") + (", alone" if timing.get("one_rank") else "")
 
 
 def _placement(layout_text: str, ways: str, spec: ModelSpec) -> Placement:
