@@ -77,9 +77,10 @@ def _vector_products(  # type: ignore[no-untyped-def]
             wide_up_nc = up_nc.to(tl.float32)
             up_nc = tl.load(at_nc + N.to(tl.int64) * K + start + COLUMNS, mask=live_nc, other=0.0)
         for token in tl.static_range(TOKENS):
-            x_c = tl.load(x_ptr + token * x_token_stride + start + column_c, mask=start + column_c < K, other=0.0).to(
-                tl.float32
-            )
+            # Places behind the last token are nobody's memory.
+            limit = tl.where(token < num_tokens, K, 0)
+            at_c = x_ptr + token * x_token_stride + start + column_c
+            x_c = tl.load(at_c, mask=start + column_c < limit, other=0.0).to(tl.float32)
             sum_n = tl.sum(wide_nc * x_c[None, :], 1)
             gate_tn += tl.where(token_t[:, None] == token, sum_n[None, :], 0.0)
             if GATED:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.kernels.guarded import at_the_end
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Past the end of a sequence the page table holds what would crash or corrupt if it were read.
@@ -162,7 +164,10 @@ def dense_attention(
 
 
 def build_case(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> AttentionCase:
-    """A case of this shape. Queries, keys and values depend on the seed but not on the rank, pages on both."""
+    """A case of this shape. Queries, keys and values depend on the seed but not on the rank, pages on both.
+
+    Behind none of its tensors may anything be read.
+    """
     content = torch.Generator().manual_seed(seed)
     sequences = tuple(
         _build_sequence(shape, length, count, dtype, content)
@@ -170,13 +175,14 @@ def build_case(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) 
     )
     k_PBKD, v_PBKV, table = _scatter(shape, sequences, torch.Generator().manual_seed(1000 * seed + shape.kvp_rank))
     visible = [(one.seen_TL & one.owned_L).sum(1) for one in sequences]
+    k_PBKD = at_the_end(k_PBKD)
     return AttentionCase(
-        q_THD=torch.cat([one.q_THD for one in sequences]),
+        q_THD=at_the_end(torch.cat([one.q_THD for one in sequences])),
         k_PBKD=k_PBKD,
-        v_PBKV=v_PBKV,
-        page_table_SR=table,
-        query_start_S1=torch.tensor([0, *shape.queries]).cumsum(0),
-        visible_len_T=torch.cat(visible),
+        v_PBKV=k_PBKD[..., : shape.v_width] if shape.latent else at_the_end(v_PBKV),
+        page_table_SR=at_the_end(table),
+        query_start_S1=at_the_end(torch.tensor([0, *shape.queries]).cumsum(0)),
+        visible_len_T=at_the_end(torch.cat(visible)),
         scale=shape.width**-0.5,
         sequences=sequences,
     )
@@ -233,7 +239,8 @@ def random_partials(
     empty_ZTH[:, 0] = True
     if parts > 1:
         empty_ZTH[-1] = True
-    return out_ZTHD.masked_fill(empty_ZTH.unsqueeze(-1), 0.0), lse_ZTH.masked_fill(empty_ZTH, -torch.inf)
+    out_ZTHD.masked_fill_(empty_ZTH.unsqueeze(-1), 0.0)
+    return at_the_end(out_ZTHD), at_the_end(lse_ZTH.masked_fill(empty_ZTH, -torch.inf))
 
 
 def dense_merge(out_ZTHD: Tensor, lse_ZTH: Tensor) -> tuple[Tensor, Tensor]:
