@@ -1,6 +1,6 @@
 """Tensors that end where the process may not read on, so that a read behind them ends it.
 
-A load that nobody's result depends on changes no number; on a GPU it faults when the memory behind happens to be nobody's.
+A load that no result depends on changes no number; on a GPU it faults when the memory behind happens to be nobody's.
 """
 
 from __future__ import annotations
