@@ -125,7 +125,7 @@ def test_sampling_and_logprobs_beside_greedy(tiny: TinyModels) -> None:
 @pytest.mark.parametrize("window", [draw.WINDOW, 12])
 def test_steps_ahead_equal_one_at_a_time(tiny: TinyModels, window: int) -> None:
     """Every way of choosing tokens, stops, cancellations and preemptions, with a step under way all the time."""
-    work = workload(window)
+    work = workload(1)
     path = tiny.path("llama")
     with gpu_engine(path, "off", "float32", ahead="off") as engine:
         at_ease = answers_at_ease(engine, work)
