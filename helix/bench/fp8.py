@@ -65,7 +65,10 @@ def bench_experts(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _weight(device: torch.device, *size: int) -> Packed:
-    values = torch.randint(-60, 60, size, dtype=torch.int8, device=device).view(torch.float8_e4m3fn)
+    # Bytes of every sign and exponent but those of NaN, 127 and 255.
+    values = torch.randint(0, 120, size, dtype=torch.uint8, device=device)
+    values += 128 * torch.randint(0, 2, size, dtype=torch.uint8, device=device)
+    values = values.view(torch.float8_e4m3fn)
     shape = (*size[:-2], *_GRID.shape(*size[-2:]))
     return Packed(values, torch.full(shape, 2.0**-9, device=device), _GRID)
 

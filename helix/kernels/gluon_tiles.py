@@ -17,7 +17,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # The copy engine fills a tile of shared memory and counts its bytes at a barrier; Triton has renamed this since 3.6.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _HOPPER = 9
-_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_KINDS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.int16: gl.int16,
+    torch.float32: gl.float32,
+}
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -27,10 +32,10 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
-def descriptor(rows: Tensor, height: int, width: int) -> TensorDescriptor:
-    """What the copy engine needs to know to fetch `height` rows by `width` columns of a matrix of 16-bit values."""
-    layout = gl.NVMMASharedLayout.get_default_for([height, width], _KINDS[rows.dtype])
-    return TensorDescriptor.from_tensor(rows, [height, width], layout)
+def descriptor(rows: Tensor, *block: int) -> TensorDescriptor:
+    """What the copy engine needs to know to fetch blocks, of so many rows by columns, of a matrix (or a vector)."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _KINDS[rows.dtype])
+    return TensorDescriptor.from_tensor(rows, list(block), layout)
 
 
 @gluon.jit
@@ -92,10 +97,10 @@ def clear_rows(tile, num_live, N: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros behind a sequence's last slot: memory never written may hold NaN, and 0 * NaN would reach the sum."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     live_n = gl.arange(0, N, layout=gl.SliceLayout(1, layout)) < num_live
-    for part in gl.static_range(8):
+    for part in gl.static_range(tile.shape[1] // 64):
         columns = tile.slice(part * 64, 64, dim=1)
         value = columns.load(layout)
-        columns.store(gl.where(live_n[:, None], value, 0.0).to(value.dtype))
+        columns.store(gl.where(live_n[:, None], value, 0).to(value.dtype))
     fence_async_shared()
 
 
@@ -107,6 +112,23 @@ def row_of(end_s, plan_ptr, block, num_blocks, num_sequences, table_stride, BLOC
     else:
         sequence = gl.load(plan_ptr + num_blocks + block)
     return sequence.to(gl.int64) * table_stride
+
+
+@gluon.jit
+def step_on(  # type: ignore[no-untyped-def]
+    table_ptr, start_ptr, length_ptr, plan_ptr, num_blocks, num_sequences, table_stride, at, stop, tile, tile_stop, row,
+    BLOCK_Q: gl.constexpr, N: gl.constexpr, PAGE_TOKENS: gl.constexpr, PAD: gl.constexpr,
+):  # fmt: skip
+    """The tile behind the one at the front of the run, in the next block where this one ends, and its page."""
+    at += 1
+    tile += 1
+    if (tile == tile_stop) & (at < stop):
+        length_b = load_counts(length_ptr, num_blocks, 0, PAD)
+        block, _, _, tile, tile_stop = find_block(length_b, at, stop, N, PAD)
+        end_s = load_counts(start_ptr + 1, num_sequences, 2147483647, PAD)
+        row = row_of(end_s, plan_ptr, block, num_blocks, num_sequences, table_stride, BLOCK_Q)
+    page = gl.load(table_ptr + row + tile * N // PAGE_TOKENS, mask=at < stop, other=0)
+    return at, tile, tile_stop, row, page
 
 
 @gluon.jit
@@ -122,12 +144,7 @@ def load_next(  # type: ignore[no-untyped-def]
     mbarrier.expect(full.index(buffer), N * (512 + 64) * 2, pred=there)
     fetch(rotary_desc, [slot, 512], full.index(buffer), rotary.index(buffer), pred=there)
     fetch(latent_desc, [slot, 0], full.index(buffer), latent.index(buffer), pred=there)
-    at += 1
-    tile += 1
-    if (tile == tile_stop) & (at < stop):
-        length_b = load_counts(length_ptr, num_blocks, 0, PAD)
-        block, _, _, tile, tile_stop = find_block(length_b, at, stop, N, PAD)
-        end_s = load_counts(start_ptr + 1, num_sequences, 2147483647, PAD)
-        row = row_of(end_s, plan_ptr, block, num_blocks, num_sequences, table_stride, BLOCK_Q)
-    page = gl.load(table_ptr + row + tile * N // PAGE_TOKENS, mask=at < stop, other=0)
-    return at, tile, tile_stop, row, page
+    return step_on(
+        table_ptr, start_ptr, length_ptr, plan_ptr, num_blocks, num_sequences, table_stride, at, stop, tile, tile_stop,
+        row, BLOCK_Q, N, PAGE_TOKENS, PAD,
+    )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from helix.kernels import gluon_latent
+from helix.kernels import gluon_latent, gluon_packed
 from helix.kernels.fp8_cache import Fp8Rows
 from helix.kernels.triton_launch import launch_options
 from helix.kernels.triton_paged import attend_runs, merge_runs, plan_blocks
@@ -37,7 +37,8 @@ class Tiling:
 
     `stages` tiles are in flight or in use at once. `min_tiles` is the least run of tiles worth a worker: a shorter one
     costs more to merge than it saves. `swap`: keys take the side of a matrix product that has 64 places at least, so
-    that few rows waste none of it. `roles`: the kernel of `gluon_latent`, whose warps divide the work by kind.
+    that few rows waste none of it. `roles`: the kernel of `gluon_latent`, or
+    of `gluon_packed` for FP8 rows, whose warps divide the work by kind.
     """
 
     rows: int
@@ -53,7 +54,8 @@ class Tiling:
 def choose_tiling(rows: int, width: int, v_width: int, itemsize: int, *, shared: bool, roles: bool) -> Tiling:
     """The tiling that was best on an H200 for `rows` query rows over cache rows of `width` (and `v_width`) values.
 
-    `shared`: values are the first columns of the keys, as for MLA latents. `roles`: `gluon_latent` can be used.
+    `shared`: values are the first columns of the keys, as for MLA latents. `roles`: `gluon_latent` can be used,
+    or for FP8 rows `gluon_packed`.
     """
     rows = min(triton.next_power_of_2(rows), 128)
     row_bytes = (_pad(width) if shared else _pad_parts(width) + _pad(v_width)) * itemsize
@@ -139,15 +141,11 @@ def attend_into(
     out_strides = (*out_THV.stride()[:2], *lse_TH.stride())
     pools = _Pools.of(k_PBKD, v_PBKV, call.first)
     if call.tiling.roles:
-        gluon_latent.attend_tiles(
-            q_THD,
-            pools.k_PBKD,
-            tensors,
-            (*numbers, *out_strides),
-            call.constants(),
-            launch_options(call.device),
-            call.num_programs,
-        )
+        rest = (tensors, (*numbers, *out_strides), call.constants(), launch_options(call.device), call.num_programs)
+        if isinstance(k_PBKD, Fp8Rows):
+            gluon_packed.attend_tiles(q_THD, k_PBKD, *rest)
+        else:
+            gluon_latent.attend_tiles(q_THD, k_PBKD, *rest)
     else:
         attend_runs[(call.num_programs,)](
             q_THD,
@@ -273,8 +271,12 @@ class _Call:
         tokens = triton.next_power_of_2(triton.cdiv(num_tokens, sequences))
         if tiling is None:
             few = min(tokens, 128) * group
-            roles = shared and not scaled and num_tokens + sequences <= gluon_latent.MAX_BLOCKS
-            roles = roles and gluon_latent.fits(q_THD, k)
+            roles = shared and num_tokens + sequences <= gluon_latent.MAX_BLOCKS
+            if isinstance(k_PBKD, Fp8Rows):
+                # Several tokens of a sequence at once were not timed with FP8 rows.
+                roles = roles and tokens == 1 and gluon_packed.fits(q_THD, k_PBKD, few)
+            else:
+                roles = roles and gluon_latent.fits(q_THD, k)
             # FP8 rows take 16 bits in the products.
             itemsize = q_THD.element_size() if scaled else k.element_size()
             tiling = choose_tiling(few, width, v_width, itemsize, shared=shared, roles=roles)

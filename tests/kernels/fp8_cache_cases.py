@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,40 @@ def check_attend(device: torch.device, dtype: torch.dtype) -> None:
             run(case, first, device, tiling)
 
 
+def check_latents(device: torch.device, dtype: torch.dtype) -> None:
+    """DeepSeek's widths, for which Hopper has a kernel of its own: ends inside a tile, no token at all, and heads and
+    queries for which it is not taken."""
+    if device.type == "cpu":
+        return
+    sizes: dict[str, Any] = {"num_kv_heads": 1, "width": 576, "v_width": 512, "latent": True, "page_tokens": 64}
+    for lengths, queries, heads in (
+        ((700, 1, 64, 333), 1, 16),
+        ((2000, 130), 1, 5),
+        ((500, 90), 3, 16),
+        ((200,), 1, 40),
+    ):
+        shape = Shape(lengths=lengths, queries=(queries,) * len(lengths), num_heads=heads, **sizes)
+        run(build_case(shape, dtype), 512, device, None)
+    shape = Shape(lengths=(9, 1, 300), queries=(1, 1, 1), num_heads=16, kvp=2, kvp_rank=1, **sizes)
+    run(build_case(shape, dtype), 512, device, None)
+
+
+def check_loud(device: torch.device, dtype: torch.dtype) -> None:
+    """NaN in one written row reaches the result of its sequence, and no other."""
+    width, first, page = (576, 512, 64) if device.type != "cpu" else (40, 32, 16)
+    pool = packed(values(CPU, dtype, 2, page, 1, width), first)
+    pool.scale_PBK[0, 3] = torch.nan
+    moved = on(device, pool)
+    query = values(CPU, dtype, 2, 4, width).to(device)
+    table = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    starts, lengths = torch.arange(3, device=device), torch.tensor([page, page], device=device)
+    rows = Fp8Rows(moved.values_PBKD, moved.scale_PBK)
+    out, lse = torch.empty(2, 4, first, dtype=dtype, device=device), torch.empty(2, 4, device=device)
+    attend_into(out, lse, query, moved, rows, table, starts, lengths, 0.1, num_workers=3)
+    assert out[0].isnan().any(dim=1).all()
+    assert out[1].isfinite().all()
+
+
 def run(case: AttentionCase, first: int | None, device: torch.device, tiling: Tiling | None) -> None:
     k = packed(case.k_PBKD, first or case.k_PBKD.shape[3])
     v = packed(case.v_PBKV, case.v_PBKV.shape[3]) if first is None else Fp8Rows(k.values_PBKD, k.scale_PBK)
@@ -101,7 +136,13 @@ def check_rows(_device: torch.device, _dtype: torch.dtype) -> None:
         assert torch.equal(alone[1], together[1][token : token + 1])
 
 
-CASES: Mapping[str, Case] = {"append": check_append, "attend": check_attend, "rows": check_rows}
+CASES: Mapping[str, Case] = {
+    "append": check_append,
+    "attend": check_attend,
+    "latents": check_latents,
+    "loud": check_loud,
+    "rows": check_rows,
+}
 
 if __name__ == "__main__":
     for name, case in CASES.items():
