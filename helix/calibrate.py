@@ -35,15 +35,30 @@ from helix.bench.launches import (
 from helix.bench.ranks import run_tasks
 from helix.bench.variants import Variant
 from helix.comm.group import Group
+from helix.comm.mesh import build_mesh
+from helix.comm.symmetric import symmetric_problem
 from helix.comm.world import World
 from helix.config import launch_env, make_config
-from helix.cost.hardware import OPS, Hardware, KernelKind, Op, load_hardware, parse_hardware, recognise_hardware
+from helix.cost.hardware import (
+    OPS,
+    CollectiveCurve,
+    Hardware,
+    KernelKind,
+    Op,
+    load_hardware,
+    parse_hardware,
+    recognise_hardware,
+    sent_bytes,
+)
 from helix.errors import ConfigError
+from helix.layout import Layout
 
 _MEASURE_LIMIT_S: Final = 300.0
 _COLLECTIVE_KB: Final = (4, 32, 128, 1024, 4096)
 # Rows of a product that is not of very few (`helix.cost.work.FEW_ROWS`): a usual decode batch.
 _SOME_ROWS: Final = 8
+# Of the partials of an exchange: a latent's.
+_WIDTH: Final = 512
 _FORMATS: Final = ("bfloat16", "float32", "float8")
 # The model whose steps show the host's part: long enough on a device that a host which plans ahead is not in the way.
 _STEP_MODEL: Final = {"card": "llama-3.1-8b", "load": "dummy", "num_layers": 16}
@@ -55,7 +70,8 @@ class Calibration:
 
     Rates are per microsecond. `samples` are the timed launches by kind; `latent_products` is one where arithmetic
     binds. `step_us` is the host's part of a step (None: not measured). `collectives` maps each to [(KB of a rank's
-    buffer, us)]; empty with one rank.
+    buffer, us)]; empty with one rank. So does `symmetric`, through peers' memory: an all-to-all is an exchange there,
+    from partials to merged heads. Empty where ranks cannot address each other's memory.
     """
 
     device: str
@@ -69,6 +85,7 @@ class Calibration:
     small_us: float
     step_us: float | None
     collectives: dict[Op, list[tuple[float, float]]]
+    symmetric: dict[Op, list[tuple[float, float]]]
 
     @property
     def best_read_rate(self) -> float:
@@ -139,6 +156,7 @@ def measure(world: World, hardware: str | None) -> Calibration:
             small_us=small_us(device, dtype, sizes),
             step_us=None,
             collectives={op: _collective(world.group, op, device) for op in OPS} if world.size > 1 else {},
+            symmetric=_through_peers(world),
         )
 
 
@@ -163,13 +181,27 @@ def _host_us() -> float | None:
     return max(report.timings[0].ttl_ms - device_ms, 0.0) * 1e3
 
 
+def _through_peers(world: World) -> dict[Op, list[tuple[float, float]]]:
+    """The collectives that go through peers' memory, where they can."""
+    if world.size == 1 or symmetric_problem(world) is not None:
+        return {}
+    from helix.layers.direct import connect_peers
+
+    mesh = build_mesh(Layout(kvp=world.size, tpf=world.size), world)
+    connect_peers(mesh, world)
+    try:
+        return {op: _collective(mesh.kvp, op, world.device) for op in ("all_reduce", "all_gather", "all_to_all")}
+    finally:
+        mesh.world.direct = None
+
+
 def _collective(group: Group, op: Op, device: torch.device) -> list[tuple[float, float]]:
     """Median of each size, over the ranks the slowest one's. Rising, as a card asks for."""
     points: list[tuple[float, float]] = []
     for kilobytes in _COLLECTIVE_KB:
         values = kilobytes * 1000 // 4 // group.size * group.size
         x = torch.zeros(values, device=device)
-        call = _prepared(group, op, x)
+        call = _prepared(group, op, x) if group.direct is None or op != "all_to_all" else _exchange(group, x)
         group.all_reduce(torch.zeros(1, device=device))
         us = torch.tensor([time_us([call] * 10, device)])
         slowest = float(group.all_gather(us.new_empty(group.size, 1).to(device), us.to(device)).max())
@@ -188,6 +220,14 @@ def _prepared(group: Group, op: Op, x: torch.Tensor) -> Callable[[], object]:
     if op == "reduce_scatter":
         return partial(group.reduce_scatter, torch.empty_like(parts[0]), parts)
     return partial(group.all_to_all, torch.empty_like(parts), parts)
+
+
+def _exchange(group: Group, x: torch.Tensor) -> Callable[[], object]:
+    """An exchange through peers' memory of as many bf16 partials, `_WIDTH` wide, as make the bytes of `x`."""
+    rows = max(x.nbytes // (2 * _WIDTH * group.size), 1)
+    out_THD = x.new_zeros(rows, group.size, _WIDTH, dtype=torch.bfloat16)
+    lse_TH = x.new_zeros(rows, group.size)
+    return partial(group.exchange, out_THD, lse_TH, 1, 0)
 
 
 def to_card(found: Calibration) -> dict[str, Any]:
@@ -221,7 +261,12 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "node_size": base.node_size,
         "rates": rates,
         "internode_us": base.internode_us,
-        "collectives": {op: _curve(found, op, measured, kept) for op in OPS},
+        "collectives": {op: _curve(found, op, found.collectives, base.collectives[op], measured, kept) for op in OPS},
+        "symmetric": {
+            op: _curve(found, op, found.symmetric, base.symmetric.get(op, base.collectives[op]), measured, kept)
+            for op in OPS
+            if op in found.symmetric or op in base.symmetric
+        },
         "kernels": kernels,
         "step_us": base.step_us if found.step_us is None else round(found.step_us, 1),
         "overlaps": base.overlaps,
@@ -241,15 +286,25 @@ def _rate(value: float, datasheet: float, unit: float, source: str) -> dict[str,
     return {"datasheet": round(sheet / unit, 6), "achieved": round(value / sheet, 6), "source": source}
 
 
-def _curve(found: Calibration, op: Op, measured: str, kept: str) -> dict[str, Any]:
-    if op in found.collectives:
-        points = [[kb, round(us, 2)] for kb, us in found.collectives[op]]
-        return {"ranks": found.num_ranks, "points": points, "us_per_doubling": 1.0, "source": measured}
-    curve = found.base.collectives[op]
-    passes = {"all_reduce": 2.0 * (curve.ranks - 1) / curve.ranks, "all_gather": curve.ranks - 1.0}
-    share = passes.get(op, (curve.ranks - 1) / curve.ranks)
-    points = [[sent / share / 1e3, us] for sent, us in zip(curve.sent_bytes, curve.us, strict=True)]
-    return {"ranks": curve.ranks, "points": points, "us_per_doubling": curve.us_per_doubling, "source": kept}
+def _curve(
+    found: Calibration,
+    op: Op,
+    timed: dict[Op, list[tuple[float, float]]],
+    known: CollectiveCurve,
+    measured: str,
+    kept: str,
+) -> dict[str, Any]:
+    if op in timed:
+        points = [[kb, round(us, 2)] for kb, us in timed[op]]
+        return {
+            "ranks": found.num_ranks,
+            "points": points,
+            "us_per_doubling": known.us_per_doubling,
+            "source": measured,
+        }
+    share = sent_bytes(op, known.ranks, 1.0)
+    points = [[sent / share / 1e3, us] for sent, us in zip(known.sent_bytes, known.us, strict=True)]
+    return {"ranks": known.ranks, "points": points, "us_per_doubling": known.us_per_doubling, "source": kept}
 
 
 def write_card(found: Calibration, path: Path) -> None:
@@ -279,8 +334,9 @@ def report_rows(found: Calibration) -> list[tuple[str, str, str, str]]:
     rows.append(("small kernel", f"{found.small_us:.1f} us", "", ""))
     if found.step_us is not None:
         rows.append(("host's part of a step", f"{found.step_us:.0f} us", "", ""))
-    for op, points in found.collectives.items():
-        rows.append((op, ", ".join(f"{kb:g} KB {us:.0f} us" for kb, us in points), "", ""))
+    for prefix, timed in (("", found.collectives), ("through peers' memory, ", found.symmetric)):
+        for op, points in timed.items():
+            rows.append((prefix + op, ", ".join(f"{kb:g} KB {us:.1f} us" for kb, us in points), "", ""))
     return rows
 
 

@@ -52,6 +52,8 @@ def _token_count(value: object) -> object:
     return int(match[1]) * _UNITS[match[2].upper()] if match else value
 
 
+# What ``comm.transport: auto`` tries first; symmetric once its new way of waiting has run on several GPUs.
+AUTO_TRANSPORT: Literal["collective", "symmetric"] = "collective"
 # Token, page and layer counts end up in int32 index tensors, hence the upper limit.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]

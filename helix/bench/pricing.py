@@ -15,6 +15,7 @@ from helix.cost.prefill import chunk_cost, chunks_of
 from helix.cost.step import placement_cost
 from helix.cost.weights import layer_counts
 from helix.cost.work import attention_work, busiest_hits, ffn_work, head_work
+from helix.engine.build import with_transport
 from helix.engine.core import EngineCore
 from helix.layout import Layout
 from helix.model_spec import ModelSpec
@@ -60,6 +61,8 @@ class Pricing:
         device = core.world.device
         name = device_name(device)
         card = "cpu" if device.type == "cpu" else recognise_hardware(name)
+        if core.world.size > 1:
+            config = with_transport(config, core.mesh)
         shared = resolve_sharing(config.comm, spec, layout, name, dense).shared_projections
         return cls(
             spec=spec,

@@ -56,7 +56,8 @@ class Direct(Protocol):
     """A group's way through the memory of peers. What it takes follows from shapes and dtypes: the same on all ranks.
 
     Each method returns whether it did it, or what it gave, and None or False where the message is not for it. An
-    all-reduce goes over the link in one shot or two, by its size where `shots` does not say.
+    all-reduce goes over the link in one shot or two, by its size where `shots` does not say. `check` raises
+    `RankFailure` if the device gave up waiting for a peer.
     """
 
     def all_reduce(self, x: Tensor, shots: int | None = None) -> bool: ...
@@ -64,6 +65,8 @@ class Direct(Protocol):
     def all_gather(self, out: Tensor, x: Tensor) -> bool: ...
 
     def exchange(self, out_THD: Tensor, lse_TH: Tensor, part_heads: int, chunk: int) -> Tensor | None: ...
+
+    def check(self) -> None: ...
 
 
 def _no_beat(_label: str) -> None:
@@ -155,6 +158,11 @@ class Group:
             rows = out_THD.shape[0] * part_heads * (self.size - 1)
             self._enter("all_to_all", rows * (out_THD.shape[2] * out_THD.element_size() + lse_TH.element_size()))
         return merged
+
+    def check(self) -> None:
+        """Raise `RankFailure` if the device gave up waiting for a peer: what it computed since is worth nothing."""
+        if self.direct is not None:
+            self.direct.check()
 
     @_ranged
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:

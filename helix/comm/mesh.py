@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -30,6 +31,11 @@ class Mesh:
     @property
     def coords(self) -> Coords:
         return self.layout.coords(self.rank)
+
+    @property
+    def transport(self) -> Literal["collective", "symmetric"]:
+        """What carries the exchange and the all-reduces of decode steps."""
+        return "collective" if self.world.direct is None else "symmetric"
 
 
 def build_mesh(layout: Layout, world: World) -> Mesh:

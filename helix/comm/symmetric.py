@@ -5,6 +5,7 @@ NVLink multicast is neither needed nor asked for (`helix.comm.world` switches it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from helix.comm.world import World
-from helix.errors import ConfigError
+from helix.config import AUTO_TRANSPORT
+from helix.errors import ConfigError, RankFailure
 
 # Values of `_reason_code` -> what is wrong.
 _REASONS = (
@@ -23,16 +25,51 @@ _REASONS = (
 )
 
 
+# A wait for a peer that is alive may last as long as that one compiles; one that is gone is the monitor's to notice.
+_WAIT_LIMIT_S = 60.0
+
+
+class Waits:
+    """Waits of this rank's kernels for values of their peers: none lasts longer than `limit_s`.
+
+    `late` int32 [1] in memory of the host that the device reads and writes. A kernel that gives up stores 1 + the
+    sender's number (see `number`); while it is not 0, every wait is given up within a millisecond.
+    """
+
+    def __init__(self, limit_s: float = _WAIT_LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self.late = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        self._senders: list[tuple[int, str]] = []
+
+    def number(self, ranks: Sequence[int], place: str) -> int:
+        """The number of ``ranks[0]`` as a sender to `place`; the others' follow."""
+        first = len(self._senders)
+        self._senders += [(rank, place) for rank in ranks]
+        return first
+
+    def give_up(self) -> None:
+        """End all waits, those of kernels that run now too. What they give is worth nothing."""
+        self.late.fill_(-1)
+
+    def check(self) -> None:
+        """Raise `RankFailure` if a kernel gave up, with the rank that it waited for and where. Waits for nothing."""
+        number = int(self.late)
+        if number > 0:
+            rank, place = self._senders[number - 1]
+            raise RankFailure(rank, f"sent nothing to {place} within {self.limit_s:g} s")
+
+
 @dataclass(frozen=True, slots=True)
 class SymmetricMemory:
     """`buffer` uint8 is this rank's part, `addresses` where each rank's part begins as this device addresses it.
 
-    `handle` keeps the peers' parts mapped.
+    `handle` keeps the peers' parts mapped. `waits` are those of all kernels that read this part.
     """
 
     buffer: Tensor
     addresses: tuple[int, ...]
     handle: Any
+    waits: Waits
 
 
 def choose_transport(
@@ -40,18 +77,20 @@ def choose_transport(
 ) -> Literal["collective", "symmetric"]:
     """What ``comm.transport`` means for these ranks. Collective; the same on every rank.
 
-    `auto` is `collective`: graphs of many symmetric exchanges one right behind the other have been seen to stop on two
-    H200s, and why is not known. Whoever asks for `symmetric` gets it.
+    `auto` is `AUTO_TRANSPORT` where that works. With `symmetric`, larger messages are collectives all the same.
 
     Raises
     ------
     ConfigError
         ``symmetric``, and the ranks cannot address each other's memory; the message says why.
     """
-    if world.size == 1 or setting != "symmetric":
+    wanted = AUTO_TRANSPORT if setting == "auto" else setting
+    if world.size == 1 or wanted == "collective":
         return "collective"
     problem = symmetric_problem(world)
     if problem is not None:
+        if setting == "auto":
+            return "collective"
         raise ConfigError(f"comm.transport=symmetric: {problem}; use auto or collective")
     return "symmetric"
 
@@ -73,7 +112,9 @@ def open_symmetric_memory(world: World, num_bytes: int, fill: int) -> SymmetricM
     torch.cuda.synchronize(world.device)
     # Nobody stores at a peer before that has filled its part.
     world.group.all_reduce(torch.zeros(1))
-    return SymmetricMemory(buffer, tuple(handle.buffer_ptrs), handle)
+    waits = Waits()
+    world.waits.append(waits)
+    return SymmetricMemory(buffer, tuple(handle.buffer_ptrs), handle, waits)
 
 
 def _reason_code(world: World) -> int:

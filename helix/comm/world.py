@@ -38,9 +38,18 @@ class GraphHolder(Protocol):
     def drop_graphs(self) -> None: ...
 
 
+class DeviceWaits(Protocol):
+    """Waits of kernels for peers."""
+
+    def give_up(self) -> None: ...
+
+
 @dataclass(slots=True)
 class World:
-    """All ranks of one engine: `group` spans them, `monitor` watches them, `local_size` of them share this machine."""
+    """All ranks of one engine: `group` spans them, `monitor` watches them, `local_size` of them share this machine.
+
+    `waits` end when the world is closed because a rank failed.
+    """
 
     rank: int
     size: int
@@ -50,6 +59,7 @@ class World:
     monitor: Monitor
     comm: Any = None
     store: Any = None
+    waits: list[DeviceWaits] = field(default_factory=list)
     _holders: weakref.WeakSet[GraphHolder] = field(default_factory=weakref.WeakSet)
 
     def holds_graphs(self, holder: GraphHolder) -> None:
@@ -81,6 +91,9 @@ class World:
     def close(self) -> None:
         """Say goodbye and leave the process group; safe to call twice."""
         self.monitor.close()
+        if self.monitor.failure is not None:
+            for waits in self.waits:
+                waits.give_up()
         for holder in list(self._holders):
             holder.drop_graphs()
         if self.comm is not None and torch_dist.is_initialized():

@@ -145,12 +145,15 @@ class Hardware:
     def collective_us(self, op: Op, sent_bytes: float, span: Span, transport: Transport = "collective") -> float:
         """Time of one collective of a group that lies as `span` says. 0 for a group of one rank.
 
+        Through peers' memory goes what is not larger than the largest message that was timed there, inside a node.
         Across nodes: the part inside a node, plus `internode_us` and the bytes that must pass each rank's network port.
         """
         if span.size == 1:
             return 0.0
-        curves = self.symmetric if transport == "symmetric" and span.nodes == 1 else self.collectives
-        curve = curves.get(op) or self.collectives[op]
+        curve = self.collectives[op]
+        direct = self.symmetric.get(op) if transport == "symmetric" and span.nodes == 1 else None
+        if direct is not None and sent_bytes <= direct.sent_bytes[-1]:
+            curve = direct
         if span.nodes == 1:
             return curve.time_us(sent_bytes, span.size, self.link.value)
         inside = curve.time_us(sent_bytes, span.size, self.link.value)

@@ -167,6 +167,7 @@ def build_core(
     if mesh is None:
         mesh = build_mesh(layout, world)
         connect(mesh, world, config.comm)
+        config = with_transport(config, mesh)
     packing = resolve_packing(config, spec, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     comm = resolve_sharing(config.comm, spec, layout, name, str(dtype).removeprefix("torch."))
@@ -220,6 +221,11 @@ def connect(mesh: Mesh, world: World, comm: CommConfig) -> None:
         from helix.layers.direct import connect_peers
 
         connect_peers(mesh, world, comm.overlap if isinstance(comm.overlap, int) else _MAX_CHUNKS)
+
+
+def with_transport(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """`config` with the transport that the groups of `mesh` have."""
+    return config.model_copy(update={"comm": config.comm.model_copy(update={"transport": mesh.transport})})
 
 
 def page_rows(

@@ -178,6 +178,7 @@ class EngineCore:
     def _finish(self, step: Launched, sinks: StepSinks | None) -> StepResult:
         """Wait for the tokens of a launched step and book them."""
         tokens = self._choose_on_host(step, sinks) if step.tokens is None else step.tokens.wait()
+        self.mesh.world.check()
         sampling = [item for item in step.plan.items if item.samples]
         given = [
             (item.request, token)

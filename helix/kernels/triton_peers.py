@@ -13,7 +13,14 @@ call n had ended, and with it the reading of the same places, which made them ab
 So all ranks make the same calls on a channel in the same order, each behind the one before it on one stream; and the
 programs of a call should run side by side, which `MAX_PROGRAMS` small ones do.
 
-Letters: Z ranks, T tokens, H heads, D width, p ranks at once, c columns.
+Every thread waits by itself, for what it reads itself. A loop of the whole program may not decide that: Triton lets
+several threads load the same element where there are fewer elements than threads, two loads of a place that is being
+written give two answers, and a program whose warps disagree about a loop with barriers in it never ends.
+
+No wait is for ever: after `Channel.limit_s` it is given up, `Channel.late` says so to the host and to every wait that
+follows, and the results are worth nothing.
+
+Letters: Z ranks, T tokens, H heads, D width, p ranks at once, c columns, j chunks of 16 bytes.
 """
 
 from __future__ import annotations
@@ -29,13 +36,65 @@ from torch import Tensor
 
 from helix.kernels.triton_merge import fold
 
-MAX_PROGRAMS = 512
+# Two on each of the 132 multiprocessors of an H200, where there is room for them beside other kernels.
+MAX_PROGRAMS = 256
 # What every byte of an inbox is at first.
 ABSENT_BYTE = 0xFF
-_NUM_WARPS = 2
-# Values of one rank in a tile, and the most of all ranks that a program holds at once.
-_COLUMNS, _TILE = 512, 4096
+# With these, registers and threads leave room for four programs on a multiprocessor.
+_MAX_WARPS, _MAX_REGISTERS = 8, 64
+# Values of one rank in a tile; and the most of all ranks in an exchange's, which a program of `_MAX_REGISTERS` holds.
+_COLUMNS, _TILE = 512, 2048
+_CHUNK_BYTES = 16
 _BITS = {2: tl.int16, 4: tl.int32}
+# What stands for a nanosecond where there is no clock: a poll takes the interpreter about this long.
+_POLL_NS: tl.constexpr = tl.constexpr(200_000)
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+# One thread reads 16 bytes until none of their values is absent. $4 is their address, $5 the sender's number from 1 or
+# 0 where nothing is awaited, $6 the address of `late`, $7 the limit in nanoseconds. Time is looked at every 256 polls,
+# and `late` from the first millisecond on. {absent} sets bits of w where a value is absent.
+_WAIT = """{{
+.reg .pred done, again;
+.reg .b32 polls, w, x;
+.reg .b64 start, now;
+mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+mov.b32 polls, 0;
+mov.b64 start, 0;
+setp.eq.s32 done, $5, 0;
+@done bra ENOUGH;
+POLL:
+ld.relaxed.sys.global.v4.b32 {{$0, $1, $2, $3}}, [$4];
+{absent}
+setp.eq.s32 done, w, 0;
+@done bra ENOUGH;
+add.u32 polls, polls, 1;
+setp.eq.u32 again, polls, 1;
+@again mov.u64 start, %globaltimer;
+and.b32 x, polls, 255;
+setp.ne.u32 again, x, 0;
+@again bra POLL;
+mov.u64 now, %globaltimer;
+sub.u64 now, now, start;
+setp.lt.u64 again, now, 1000000;
+@again bra POLL;
+ld.relaxed.sys.global.b32 x, [$6];
+setp.ne.s32 done, x, 0;
+@done bra ENOUGH;
+setp.lt.u64 again, now, $7;
+@again bra POLL;
+st.relaxed.sys.global.b32 [$6], $5;
+ENOUGH:
+}}"""
+_ABSENT_WORDS = "mov.b32 w, 0;\n" + "".join(
+    f"setp.eq.s32 again, ${word}, -1;\n@again mov.b32 w, 1;\n" for word in range(4)
+)
+# The usual search for a zero, in the halves of the word's complement.
+_ABSENT_HALVES = "mov.b32 w, 0;\n" + "".join(
+    f"sub.u32 x, 0xFFFEFFFE, ${word};\nand.b32 x, x, ${word};\nand.b32 x, x, 0x80008000;\nor.b32 w, w, x;\n"
+    for word in range(4)
+)
+_WAIT_WORDS: tl.constexpr = tl.constexpr(_WAIT.format(absent=_ABSENT_WORDS))
+_WAIT_HALVES: tl.constexpr = tl.constexpr(_WAIT.format(absent=_ABSENT_HALVES))
 
 
 @triton.jit
@@ -53,27 +112,88 @@ def _regions(inbox, turn, sender, program, region_bytes, Z: tl.constexpr, PROGRA
 
 
 @triton.jit
-def _any_absent(bits, awaited):  # type: ignore[no-untyped-def]
-    """1 where one of the `awaited` bits [p, c] is absent, else 0."""
-    return tl.max(tl.max(((bits == -1) & awaited).to(tl.int32), 1), 0)
+def _whole(count, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`count` values, and the rest of their last chunk: whole chunks are sent and awaited."""
+    per_chunk: tl.constexpr = 4 if tl.int32 == BITS else 8
+    return tl.maximum((count + per_chunk - 1) // per_chunk * per_chunk, 0)
 
 
 @triton.jit
-def _arrived(pointer, there, awaited):  # type: ignore[no-untyped-def]
-    """Bits [p, c] that are `there`, once none that is `awaited` is absent."""
-    bits = tl.load(pointer, mask=there, other=0, volatile=True)
-    while _any_absent(bits, awaited) != 0:
-        bits = tl.load(pointer, mask=there, other=0, volatile=True)
-    return bits
+def _store(place_p, bits_pc, count_p, COLUMNS: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the first `count_p` of `bits_pc` at `place_p`."""
+    column_c = tl.arange(0, COLUMNS)
+    target_p = tl.multiple_of(place_p.to(tl.pointer_type(BITS)), 16)
+    tl.store(target_p[:, None] + column_c[None, :], bits_pc, mask=column_c[None, :] < count_p[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "index"])
+@triton.jit
+def _arrived(place_p, count_p, sender_p, late_ptr, limit_ns, COLUMNS: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits [p, COLUMNS] of the first `count_p` values (whole chunks) at `place_p`, once none of them is absent."""
+    if _INTERPRETED:
+        column_c = tl.arange(0, COLUMNS)
+        pointer_pc = place_p.to(tl.pointer_type(BITS))[:, None] + column_c[None, :]
+        awaited_pc = column_c[None, :] < count_p[:, None]
+        bits_pc = tl.load(pointer_pc, mask=awaited_pc, other=0)
+        missing_p = tl.max(((bits_pc == -1) & awaited_pc).to(tl.int32), 1)
+        polls = tl.where(tl.load(late_ptr) != 0, limit_ns // _POLL_NS, 0)
+        while (tl.max(missing_p, 0) != 0) & (polls < limit_ns // _POLL_NS):
+            bits_pc = tl.load(pointer_pc, mask=awaited_pc, other=0)
+            missing_p = tl.max(((bits_pc == -1) & awaited_pc).to(tl.int32), 1)
+            polls += 1
+        if tl.max(missing_p, 0) != 0:
+            tl.store(late_ptr, tl.max(missing_p * (sender_p + 1), 0))
+    else:
+        per_chunk: tl.constexpr = 4 if tl.int32 == BITS else 8
+        wait: tl.constexpr = _WAIT_WORDS if tl.int32 == BITS else _WAIT_HALVES
+        chunk_j = tl.arange(0, COLUMNS // per_chunk)
+        awaited_pj = chunk_j[None, :] * per_chunk < count_p[:, None]
+        word0_pj, word1_pj, word2_pj, word3_pj = tl.inline_asm_elementwise(
+            wait,
+            "=&r,=&r,=&r,=&r,l,r,l,l",
+            [
+                place_p[:, None] + chunk_j[None, :] * 16,
+                tl.where(awaited_pj, sender_p[:, None] + 1, 0),
+                late_ptr.to(tl.int64),
+                limit_ns.to(tl.int64),
+            ],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+        even_pc = tl.interleave(word0_pj, word2_pj)
+        odd_pc = tl.interleave(word1_pj, word3_pj)
+        bits_pc = tl.interleave(even_pc, odd_pc)
+        if tl.int32 != BITS:
+            bits_pc = tl.interleave(bits_pc.to(tl.int16), (bits_pc >> 16).to(tl.int16))
+    return bits_pc
+
+
+@triton.jit
+def _forget(place_p, count_p, COLUMNS: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Make the first `count_p` values at `place_p` absent; all threads have read them."""
+    bits_c = tl.full((COLUMNS,), -1, BITS)
+    _store(place_p, tl.broadcast_to(bits_c[None, :], (place_p.shape[0], COLUMNS)), count_p, COLUMNS, BITS)
+
+
+@triton.jit
+def _take(place_p, count_p, sender_p, late_ptr, limit_ns, COLUMNS: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `_arrived`; the places are absent again."""
+    bits_pc = _arrived(place_p, count_p, sender_p, late_ptr, limit_ns, COLUMNS, BITS)
+    tl.debug_barrier()
+    _forget(place_p, count_p, COLUMNS, BITS)
+    return bits_pc
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "index", "limit_ns", "first_sender"])
 def _exchange(  # type: ignore[no-untyped-def]
     out_ptr,
     lse_ptr,
     result_ptr,
     inbox_ptr,
     turn_ptr,
+    late_ptr,
+    limit_ns,
+    first_sender,
     num_rows,
     num_heads,
     index,
@@ -88,65 +208,60 @@ def _exchange(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-    LSE_AT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BITS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Rows (a token and one of the receiver's heads) of a program: all are sent, then each is merged as it arrives."""
+    """Rows (a token and one of the receiver's heads) of a program: all are sent, then each is merged as it arrives.
+
+    A row is its values in whole chunks, and a last chunk whose first word is the lse.
+    """
     program = tl.program_id(0)
     step = tl.num_programs(0)
     turn = tl.load(turn_ptr + program)
     zero = tl.zeros((), tl.int64)
     column_c = tl.arange(0, COLUMNS)
     inside_c = column_c < D
+    first_c = tl.arange(0, 4) == 0
     for base in range(0, Z, PARTS):
         part_p = base + tl.arange(0, PARTS)
-        other_p = (part_p < Z) & (part_p != index)
-        inbox_p = tl.load(inbox_ptr + part_p, mask=other_p, other=0)
+        real_p = part_p < Z
+        inbox_p = tl.load(inbox_ptr + part_p, mask=real_p, other=0)
         region_p = _regions(inbox_p, turn, index, program, region_bytes, Z, PROGRAMS)
         for row in range(program, num_rows, step):
             token = zero + row // PART_HEADS
             head_p = part_p * PART_HEADS + row % PART_HEADS
-            real_p = other_p & (head_p < num_heads)
+            there_p = real_p & (head_p < num_heads)
             source_p = tl.multiple_of(out_ptr + token * token_stride + head_p * head_stride, ALIGNMENT)
             source_pc = source_p[:, None] + column_c[None, :]
-            value_pc = tl.load(source_pc, mask=real_p[:, None] & inside_c[None, :], other=0.0)
+            value_pc = tl.load(source_pc, mask=there_p[:, None] & inside_c[None, :], other=0.0)
             lse_p = tl.load(
-                lse_ptr + token * lse_token_stride + head_p * lse_head_stride, mask=real_p, other=-float("inf")
+                lse_ptr + token * lse_token_stride + head_p * lse_head_stride, mask=there_p, other=-float("inf")
             )
             place_p = region_p + row // step * ROW_BYTES
-            target_p = tl.multiple_of(place_p.to(tl.pointer_type(BITS)), 16)
-            mask_pc = other_p[:, None] & inside_c[None, :]
-            tl.store(target_p[:, None] + column_c[None, :], _sendable(value_pc, BITS), mask=mask_pc)
-            tl.store((place_p + LSE_AT).to(tl.pointer_type(tl.int32)), _sendable(lse_p, tl.int32), mask=other_p)
+            _store(place_p, _sendable(value_pc, BITS), tl.where(real_p, _whole(D, BITS), 0), COLUMNS, BITS)
+            lse_bits_pc = tl.where(first_c[None, :], _sendable(lse_p, tl.int32)[:, None], 0)
+            _store(place_p + (ROW_BYTES - 16), lse_bits_pc, tl.where(real_p, 4, 0), 4, tl.int32)
     mine = tl.load(inbox_ptr + index)
     for row in range(program, num_rows, step):
-        token = zero + row // PART_HEADS
-        own_head = index * PART_HEADS + row % PART_HEADS
-        own = (out_ptr + token * token_stride + own_head * head_stride).to(tl.int64)
-        own_lse = (lse_ptr + token * lse_token_stride + own_head * lse_head_stride).to(tl.int64)
         peak = tl.full((), float("-inf"), tl.float32)
         total = tl.zeros((), tl.float32)
         acc_c = tl.zeros((COLUMNS,), tl.float32)
         for base in range(0, Z, PARTS):
             part_p = base + tl.arange(0, PARTS)
-            other_p = (part_p < Z) & (part_p != index)
-            there_p = other_p | (part_p == tl.where(own_head < num_heads, index, -1))
+            real_p = part_p < Z
+            sender_p = first_sender + part_p
             place_p = _regions(mine, turn, part_p, program, region_bytes, Z, PROGRAMS) + row // step * ROW_BYTES
-            from_p = tl.multiple_of(tl.where(other_p, place_p, own).to(tl.pointer_type(BITS)), ALIGNMENT)
-            from_pc = from_p[:, None] + column_c[None, :]
-            lse_from_p = tl.where(other_p, place_p + LSE_AT, own_lse).to(tl.pointer_type(tl.int32))
-            there_pc = there_p[:, None] & inside_c[None, :]
-            awaited_pc = other_p[:, None] & inside_c[None, :]
-            bits_pc = tl.load(from_pc, mask=there_pc, other=0, volatile=True)
-            lse_bits_p = tl.load(lse_from_p, mask=there_p, other=0, volatile=True)
-            while (_any_absent(bits_pc, awaited_pc) | tl.max(((lse_bits_p == -1) & other_p).to(tl.int32), 0)) != 0:
-                bits_pc = tl.load(from_pc, mask=there_pc, other=0, volatile=True)
-                lse_bits_p = tl.load(lse_from_p, mask=there_p, other=0, volatile=True)
-            tl.store(from_pc, tl.full((PARTS, COLUMNS), -1, BITS), mask=awaited_pc)
-            tl.store(lse_from_p, tl.full((PARTS,), -1, tl.int32), mask=other_p)
-            lse_p = tl.where(there_p, lse_bits_p.to(tl.float32, bitcast=True), float("-inf"))
+            count_p = tl.where(real_p, _whole(D, BITS), 0)
+            lse_place_p = place_p + (ROW_BYTES - 16)
+            lse_count_p = tl.where(real_p, 4, 0)
+            bits_pc = _arrived(place_p, count_p, sender_p, late_ptr, limit_ns, COLUMNS, BITS)
+            lse_bits_pc = _arrived(lse_place_p, lse_count_p, sender_p, late_ptr, limit_ns, 4, tl.int32)
+            tl.debug_barrier()
+            _forget(place_p, count_p, COLUMNS, BITS)
+            _forget(lse_place_p, lse_count_p, 4, tl.int32)
+            lse_bits_p = tl.sum(tl.where(first_c[None, :], lse_bits_pc, 0), 1)
+            lse_p = tl.where(real_p, lse_bits_p.to(tl.float32, bitcast=True), float("-inf"))
             value_pc = bits_pc.to(out_ptr.dtype.element_ty, bitcast=True)
             peak, total, acc_c = fold(peak, total, acc_c, lse_p, value_pc)
         merged_c = acc_c / tl.where(total == 0.0, 1.0, total)
@@ -154,70 +269,69 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.store(turn_ptr + program, turn ^ 1)
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index", "limit_ns", "first_sender"])
 def _all_reduce_once(  # type: ignore[no-untyped-def]
     x_ptr,
     inbox_ptr,
     turn_ptr,
+    late_ptr,
+    limit_ns,
+    first_sender,
     num_values,
     index,
     region_bytes,
     Z: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     BITS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """One shot: every rank sends all its values to every other, and sums all parts itself, in the order of ranks."""
+    """One shot: every rank sends all its values to every rank, and sums all parts itself, in the order of ranks."""
     program = tl.program_id(0)
     step = tl.num_programs(0)
     turn = tl.load(turn_ptr + program)
     part_p = tl.arange(0, PARTS)
     column_c = tl.arange(0, COLUMNS)
-    other_p = (part_p < Z) & (part_p != index)
+    real_p = part_p < Z
+    sender_p = first_sender + part_p
     tile_bytes: tl.constexpr = COLUMNS * (4 if tl.int32 == BITS else 2)
     num_tiles = tl.cdiv(num_values, COLUMNS)
-    inbox_p = tl.load(inbox_ptr + part_p, mask=other_p, other=0)
+    inbox_p = tl.load(inbox_ptr + part_p, mask=real_p, other=0)
     region_p = _regions(inbox_p, turn, index, program, region_bytes, Z, PROGRAMS)
     for tile in range(program, num_tiles, step):
         value_c = tile * COLUMNS + column_c
         bits_c = _sendable(tl.load(x_ptr + value_c, mask=value_c < num_values, other=0.0), BITS)
-        target_p = tl.multiple_of((region_p + tile // step * tile_bytes).to(tl.pointer_type(BITS)), 16)
         bits_pc = tl.broadcast_to(bits_c[None, :], (PARTS, COLUMNS))
-        mask_pc = other_p[:, None] & (value_c < num_values)[None, :]
-        tl.store(target_p[:, None] + column_c[None, :], bits_pc, mask=mask_pc)
+        count_p = tl.where(real_p, _whole(num_values - tile * COLUMNS, BITS), 0)
+        _store(region_p + tile // step * tile_bytes, bits_pc, count_p, COLUMNS, BITS)
     region_p = _regions(tl.load(inbox_ptr + index), turn, part_p, program, region_bytes, Z, PROGRAMS)
     for tile in range(program, num_tiles, step):
         value_c = tile * COLUMNS + column_c
-        own = (x_ptr + tile * COLUMNS).to(tl.int64)
-        from_p = tl.where(other_p, region_p + tile // step * tile_bytes, own).to(tl.pointer_type(BITS))
-        from_pc = tl.multiple_of(from_p, ALIGNMENT)[:, None] + column_c[None, :]
-        inside_pc = (part_p < Z)[:, None] & (value_c < num_values)[None, :]
-        awaited_pc = inside_pc & other_p[:, None]
-        bits_pc = _arrived(from_pc, inside_pc, awaited_pc)
-        tl.store(from_pc, tl.full((PARTS, COLUMNS), -1, BITS), mask=awaited_pc)
+        count_p = tl.where(real_p, _whole(num_values - tile * COLUMNS, BITS), 0)
+        bits_pc = _take(region_p + tile // step * tile_bytes, count_p, sender_p, late_ptr, limit_ns, COLUMNS, BITS)
         sum_c = tl.sum(bits_pc.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32), 0)
         tl.store(x_ptr + value_c, sum_c, mask=value_c < num_values)
     tl.store(turn_ptr + program, turn ^ 1)
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index", "limit_ns", "first_sender"])
 def _all_reduce_twice(  # type: ignore[no-untyped-def]
     x_ptr,
     inbox_ptr,
     turn_ptr,
+    late_ptr,
+    limit_ns,
+    first_sender,
     num_values,
     index,
     region_bytes,
     Z: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     BITS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Two shots: of each tile of Z x COLUMNS values rank z sums the z-th run and sends the sums to every other rank.
+    """Two shots: of each tile of Z x COLUMNS values rank z sums the z-th run and sends the sums to every rank.
 
     The second half of a region is for the sums.
     """
@@ -226,51 +340,46 @@ def _all_reduce_twice(  # type: ignore[no-untyped-def]
     turn = tl.load(turn_ptr + program)
     part_p = tl.arange(0, PARTS)
     column_c = tl.arange(0, COLUMNS)
-    other_p = (part_p < Z) & (part_p != index)
+    real_p = part_p < Z
+    sender_p = first_sender + part_p
     run_bytes: tl.constexpr = COLUMNS * (4 if tl.int32 == BITS else 2)
     num_tiles = tl.cdiv(num_values, Z * COLUMNS)
-    inbox_p = tl.load(inbox_ptr + part_p, mask=other_p, other=0)
+    inbox_p = tl.load(inbox_ptr + part_p, mask=real_p, other=0)
     to_p = _regions(inbox_p, turn, index, program, region_bytes, Z, PROGRAMS)
     from_p = _regions(tl.load(inbox_ptr + index), turn, part_p, program, region_bytes, Z, PROGRAMS)
-    absent_pc = tl.full((PARTS, COLUMNS), -1, BITS)
     for tile in range(program, num_tiles, step):
-        value_pc = (tile * Z + part_p)[:, None] * COLUMNS + column_c[None, :]
-        mask_pc = other_p[:, None] & (value_pc < num_values)
+        first_p = (tile * Z + part_p) * COLUMNS
+        value_pc = first_p[:, None] + column_c[None, :]
+        mask_pc = real_p[:, None] & (value_pc < num_values)
         bits_pc = _sendable(tl.load(x_ptr + value_pc, mask=mask_pc, other=0.0), BITS)
-        target_p = tl.multiple_of((to_p + tile // step * run_bytes).to(tl.pointer_type(BITS)), 16)
-        tl.store(target_p[:, None] + column_c[None, :], bits_pc, mask=mask_pc)
+        count_p = tl.where(real_p, _whole(num_values - first_p, BITS), 0)
+        _store(to_p + tile // step * run_bytes, bits_pc, count_p, COLUMNS, BITS)
     for tile in range(program, num_tiles, step):
-        first = (tile * Z + index) * COLUMNS
-        inside_c = first + column_c < num_values
-        own = (x_ptr + first).to(tl.int64)
-        source_p = tl.where(other_p, from_p + tile // step * run_bytes, own).to(tl.pointer_type(BITS))
-        source_pc = tl.multiple_of(source_p, ALIGNMENT)[:, None] + column_c[None, :]
-        inside_pc = (part_p < Z)[:, None] & inside_c[None, :]
-        awaited_pc = other_p[:, None] & inside_c[None, :]
-        bits_pc = _arrived(source_pc, inside_pc, awaited_pc)
-        tl.store(source_pc, absent_pc, mask=awaited_pc)
+        count_p = tl.where(real_p, _whole(num_values - (tile * Z + index) * COLUMNS, BITS), 0)
+        bits_pc = _take(from_p + tile // step * run_bytes, count_p, sender_p, late_ptr, limit_ns, COLUMNS, BITS)
         sum_c = tl.sum(bits_pc.to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32), 0).to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + first + column_c, sum_c, mask=inside_c)
         sum_pc = tl.broadcast_to(_sendable(sum_c, BITS)[None, :], (PARTS, COLUMNS))
-        target_p = (to_p + region_bytes // 2 + tile // step * run_bytes).to(tl.pointer_type(BITS))
-        tl.store(tl.multiple_of(target_p, 16)[:, None] + column_c[None, :], sum_pc, mask=awaited_pc)
+        _store(to_p + region_bytes // 2 + tile // step * run_bytes, sum_pc, count_p, COLUMNS, BITS)
     for tile in range(program, num_tiles, step):
-        value_pc = (tile * Z + part_p)[:, None] * COLUMNS + column_c[None, :]
-        mask_pc = other_p[:, None] & (value_pc < num_values)
-        source_p = (from_p + region_bytes // 2 + tile // step * run_bytes).to(tl.pointer_type(BITS))
-        source_pc = tl.multiple_of(source_p, 16)[:, None] + column_c[None, :]
-        bits_pc = _arrived(source_pc, mask_pc, mask_pc)
-        tl.store(source_pc, absent_pc, mask=mask_pc)
+        first_p = (tile * Z + part_p) * COLUMNS
+        value_pc = first_p[:, None] + column_c[None, :]
+        mask_pc = real_p[:, None] & (value_pc < num_values)
+        count_p = tl.where(real_p, _whole(num_values - first_p, BITS), 0)
+        place_p = from_p + region_bytes // 2 + tile // step * run_bytes
+        bits_pc = _take(place_p, count_p, sender_p, late_ptr, limit_ns, COLUMNS, BITS)
         tl.store(x_ptr + value_pc, bits_pc.to(x_ptr.dtype.element_ty, bitcast=True), mask=mask_pc)
     tl.store(turn_ptr + program, turn ^ 1)
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index", "limit_ns", "first_sender"])
 def _all_gather(  # type: ignore[no-untyped-def]
     x_ptr,
     out_ptr,
     inbox_ptr,
     turn_ptr,
+    late_ptr,
+    limit_ns,
+    first_sender,
     num_values,
     index,
     region_bytes,
@@ -280,34 +389,31 @@ def _all_gather(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Every rank sends all its values to every other; part z of the output is what came from rank z."""
+    """Every rank sends all its values to every rank; part z of the output is what came from rank z."""
     program = tl.program_id(0)
     step = tl.num_programs(0)
     turn = tl.load(turn_ptr + program)
     part_p = tl.arange(0, PARTS)
     column_c = tl.arange(0, COLUMNS)
-    other_p = (part_p < Z) & (part_p != index)
+    real_p = part_p < Z
+    sender_p = first_sender + part_p
     tile_bytes: tl.constexpr = COLUMNS * (4 if tl.int32 == BITS else 2)
     num_tiles = tl.cdiv(num_values, COLUMNS)
-    inbox_p = tl.load(inbox_ptr + part_p, mask=other_p, other=0)
+    inbox_p = tl.load(inbox_ptr + part_p, mask=real_p, other=0)
     region_p = _regions(inbox_p, turn, index, program, region_bytes, Z, PROGRAMS)
     for tile in range(program, num_tiles, step):
         value_c = tile * COLUMNS + column_c
-        value = tl.load(x_ptr + value_c, mask=value_c < num_values, other=0.0)
-        tl.store(out_ptr + index.to(tl.int64) * num_values + value_c, value, mask=value_c < num_values)
-        target_p = tl.multiple_of((region_p + tile // step * tile_bytes).to(tl.pointer_type(BITS)), 16)
-        bits_pc = tl.broadcast_to(_sendable(value, BITS)[None, :], (PARTS, COLUMNS))
-        mask_pc = other_p[:, None] & (value_c < num_values)[None, :]
-        tl.store(target_p[:, None] + column_c[None, :], bits_pc, mask=mask_pc)
+        bits_c = _sendable(tl.load(x_ptr + value_c, mask=value_c < num_values, other=0.0), BITS)
+        bits_pc = tl.broadcast_to(bits_c[None, :], (PARTS, COLUMNS))
+        count_p = tl.where(real_p, _whole(num_values - tile * COLUMNS, BITS), 0)
+        _store(region_p + tile // step * tile_bytes, bits_pc, count_p, COLUMNS, BITS)
     region_p = _regions(tl.load(inbox_ptr + index), turn, part_p, program, region_bytes, Z, PROGRAMS)
     for tile in range(program, num_tiles, step):
         value_c = tile * COLUMNS + column_c
-        from_p = (region_p + tile // step * tile_bytes).to(tl.pointer_type(BITS))
-        from_pc = tl.multiple_of(from_p, 16)[:, None] + column_c[None, :]
-        mask_pc = other_p[:, None] & (value_c < num_values)[None, :]
-        bits_pc = _arrived(from_pc, mask_pc, mask_pc)
-        tl.store(from_pc, tl.full((PARTS, COLUMNS), -1, BITS), mask=mask_pc)
+        count_p = tl.where(real_p, _whole(num_values - tile * COLUMNS, BITS), 0)
+        bits_pc = _take(region_p + tile // step * tile_bytes, count_p, sender_p, late_ptr, limit_ns, COLUMNS, BITS)
         to_pc = out_ptr + part_p.to(tl.int64)[:, None] * num_values + value_c[None, :]
+        mask_pc = real_p[:, None] & (value_c < num_values)[None, :]
         tl.store(to_pc, bits_pc.to(x_ptr.dtype.element_ty, bitcast=True), mask=mask_pc)
     tl.store(turn_ptr + program, turn ^ 1)
 
@@ -318,11 +424,16 @@ class Channel:
 
     `inbox_Z` int64 [Z]: address of each rank's inbox as this device sees it, `index` this rank's place among them;
     `turn_P` int32 [MAX_PROGRAMS], 0 at first; every byte of an inbox `ABSENT_BYTE` at first. `region_bytes` is a
-    multiple of 16.
+    multiple of 16. `late` int32 [1], 0 at first, in memory that the host reads and writes too: once values did not come
+    within `limit_s`, 1 + `first_sender` + the place of the rank that should have sent them. Where it is not 0, no wait
+    takes longer than a millisecond. Channels may share it.
     """
 
     inbox_Z: Tensor
     turn_P: Tensor
+    late: Tensor
+    limit_s: float
+    first_sender: int
     index: int
     region_bytes: int
 
@@ -330,6 +441,10 @@ class Channel:
     def size(self) -> int:
         """Ranks."""
         return self.inbox_Z.shape[0]
+
+    @property
+    def limit_ns(self) -> int:
+        return int(1e9 * self.limit_s)
 
 
 def inbox_bytes(num_ranks: int, region_bytes: int) -> int:
@@ -374,8 +489,8 @@ def exchange(channel: Channel, out_THD: Tensor, lse_TH: Tensor, part_heads: int)
     num_rows, itemsize = tokens * part_heads, out_THD.element_size()
     if not num_rows:
         return result
-    columns = triton.next_power_of_2(width)
-    row_bytes = _row_bytes(width, itemsize)
+    columns = max(triton.next_power_of_2(width), _CHUNK_BYTES // itemsize)
+    parts = min(triton.next_power_of_2(channel.size), max(_TILE // columns, 1))
     strides = [stride * itemsize for stride in out_THD.stride()[:2]]
     _exchange[(min(num_rows, MAX_PROGRAMS),)](
         out_THD,
@@ -383,6 +498,9 @@ def exchange(channel: Channel, out_THD: Tensor, lse_TH: Tensor, part_heads: int)
         result,
         channel.inbox_Z,
         channel.turn_P,
+        channel.late,
+        channel.limit_ns,
+        channel.first_sender,
         num_rows,
         heads,
         channel.index,
@@ -390,16 +508,16 @@ def exchange(channel: Channel, out_THD: Tensor, lse_TH: Tensor, part_heads: int)
         *lse_TH.stride(),
         channel.region_bytes,
         Z=channel.size,
-        PARTS=min(triton.next_power_of_2(channel.size), max(_TILE // columns, 1)),
+        PARTS=parts,
         PART_HEADS=part_heads,
         D=width,
         COLUMNS=columns,
-        ROW_BYTES=row_bytes,
-        LSE_AT=_ceil(width * itemsize, 4) * 4,
+        ROW_BYTES=_row_bytes(width, itemsize),
         ALIGNMENT=_alignment(out_THD.data_ptr(), *strides, itemsize=itemsize),
         BITS=_BITS[itemsize],
         PROGRAMS=MAX_PROGRAMS,
-        num_warps=_NUM_WARPS,
+        num_warps=_num_warps(parts * columns * itemsize),
+        maxnreg=_MAX_REGISTERS,
     )
     return result
 
@@ -413,8 +531,7 @@ def all_reduce(channel: Channel, x: Tensor, *, shots: int) -> None:
     kernel = _all_reduce_once if shots == 1 else _all_reduce_twice
     tiles = _ceil(x.numel(), _COLUMNS * (1 if shots == 1 else channel.size))
     if tiles:
-        alignment = _alignment(x.data_ptr(), itemsize=x.element_size())
-        kernel[(min(tiles, MAX_PROGRAMS),)](x, *_call(channel, x), ALIGNMENT=alignment, **_constants(channel, x))
+        kernel[(min(tiles, MAX_PROGRAMS),)](x, *_call(channel, x), **_constants(channel, x))
 
 
 def all_gather(channel: Channel, out_Z: Tensor, x: Tensor) -> None:
@@ -424,24 +541,32 @@ def all_gather(channel: Channel, out_Z: Tensor, x: Tensor) -> None:
         _all_gather[(min(tiles, MAX_PROGRAMS),)](x, out_Z, *_call(channel, x), **_constants(channel, x))
 
 
-def _call(channel: Channel, x: Tensor) -> tuple[Tensor, Tensor, int, int, int]:
-    return channel.inbox_Z, channel.turn_P, x.numel(), channel.index, channel.region_bytes
+def _call(channel: Channel, x: Tensor) -> tuple[Tensor | int, ...]:
+    shared = (channel.inbox_Z, channel.turn_P, channel.late, channel.limit_ns, channel.first_sender)
+    return *shared, x.numel(), channel.index, channel.region_bytes
 
 
 def _constants(channel: Channel, x: Tensor) -> dict[str, Any]:
+    parts = triton.next_power_of_2(channel.size)
     return {
         "Z": channel.size,
-        "PARTS": triton.next_power_of_2(channel.size),
+        "PARTS": parts,
         "COLUMNS": _COLUMNS,
         "BITS": _BITS[x.element_size()],
         "PROGRAMS": MAX_PROGRAMS,
-        "num_warps": _NUM_WARPS,
+        "num_warps": _num_warps(parts * _COLUMNS * x.element_size()),
+        "maxnreg": _MAX_REGISTERS,
     }
 
 
+def _num_warps(tile_bytes: int) -> int:
+    """So many that a thread waits for one chunk of a tile, up to `_MAX_WARPS`."""
+    return min(max(tile_bytes // _CHUNK_BYTES // 32, 1), _MAX_WARPS)
+
+
 def _row_bytes(width: int, itemsize: int) -> int:
-    """Bytes of a row with its lse, which stands at the next multiple of 4 behind the values."""
-    return _ceil(_ceil(width * itemsize, 4) * 4 + 4, 16) * 16
+    """Bytes of a row: its values in whole chunks, and a chunk for its lse."""
+    return (_ceil(width * itemsize, _CHUNK_BYTES) + 1) * _CHUNK_BYTES
 
 
 def _ceil(value: int, step: int) -> int:

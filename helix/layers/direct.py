@@ -33,18 +33,24 @@ def connect_peers(mesh: Mesh, world: World, num_chunks: int = 1) -> None:
     offset = 0
     for group, count in groups:
         channels = []
-        for _ in range(count):
-            channels.append(_channel(memory, group, offset))
+        for number in range(count):
+            what = (
+                f"exchange {number - 1} over {group.axis}" if number else f"all-reduces and -gathers over {group.axis}"
+            )
+            channels.append(_channel(memory, group, offset, what))
             offset += peers.inbox_bytes(group.size, _REGION_BYTES)
         group.direct = PeerTransport(memory, channels[0], channels[1:])
 
 
-def _channel(memory: SymmetricMemory, group: Group, offset: int) -> peers.Channel:
-    """The channel of `group` whose inboxes lie `offset` bytes into each rank's memory."""
+def _channel(memory: SymmetricMemory, group: Group, offset: int, place: str) -> peers.Channel:
+    """The channel of `group` whose inboxes lie `offset` bytes into each rank's memory; `place` is what errors say."""
     device = memory.buffer.device
     return peers.Channel(
         inbox_Z=torch.tensor([memory.addresses[rank] + offset for rank in group.ranks], device=device),
         turn_P=torch.zeros(peers.MAX_PROGRAMS, dtype=torch.int32, device=device),
+        late=memory.waits.late,
+        limit_s=memory.waits.limit_s,
+        first_sender=memory.waits.number(group.ranks, place),
         index=group.index,
         region_bytes=_REGION_BYTES,
     )
@@ -78,6 +84,9 @@ class PeerTransport:
         if out_THD.dtype not in _DTYPES or region > _REGION_BYTES or chunk >= len(self._chunk_channels):
             return None
         return peers.exchange(self._chunk_channels[chunk], out_THD, lse_TH, part_heads)
+
+    def check(self) -> None:
+        self._memory.waits.check()
 
 
 def num_shots(num_ranks: int, num_bytes: int) -> int:

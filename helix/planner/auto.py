@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from helix.config import CommConfig, RunConfig
+from helix.config import AUTO_TRANSPORT, CommConfig, RunConfig
 from helix.cost.choices import Choices, Formats, Placement, Workload, make_formats
-from helix.cost.hardware import Hardware, load_hardware, recognise_hardware
+from helix.cost.hardware import Hardware, Transport, load_hardware, recognise_hardware
 from helix.cost.memory import memory
 from helix.cost.overlap import with_overlap
 from helix.cost.prefill import can_share, shared_from
@@ -96,7 +96,8 @@ def choices_of(comm: CommConfig) -> Choices:
     query: Literal["replicate", "gather"] = "replicate" if comm.query == "auto" else comm.query
     space: Literal["latent", "value"] = "latent" if comm.exchange_space == "auto" else comm.exchange_space
     dispatch: Literal["local", "alltoall"] = "local" if comm.dispatch == "auto" else comm.dispatch
-    return Choices(query=query, exchange_space=space, merge=comm.merge, dispatch=dispatch)
+    transport: Transport = AUTO_TRANSPORT if comm.transport == "auto" else comm.transport
+    return Choices(query=query, exchange_space=space, merge=comm.merge, dispatch=dispatch, transport=transport)
 
 
 def _missing(

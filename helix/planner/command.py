@@ -14,9 +14,9 @@ from typing import cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from helix.config import RunConfig
+from helix.config import AUTO_TRANSPORT, RunConfig
 from helix.cost.choices import make_formats
-from helix.cost.hardware import load_hardware
+from helix.cost.hardware import Transport, load_hardware
 from helix.errors import ConfigError
 from helix.model_spec import ModelSpec
 from helix.planner.candidates import Candidate
@@ -121,7 +121,6 @@ def make_question(options: PlanOptions) -> Question:
     if page_tokens < 1:
         raise ConfigError(f"--page-tokens {page_tokens} must be at least 1")
     hardware = load_hardware(options.hardware)
-    direct = options.transport == "symmetric" or (options.transport == "auto" and bool(hardware.symmetric))
     return Question(
         model=options.model,
         spec=spec,
@@ -133,7 +132,7 @@ def make_question(options: PlanOptions) -> Question:
         objective=cast(Objective, options.objective),
         formats=make_formats(weights, cache, spec.dtype if weights == "float8" else None),
         page_tokens=page_tokens,
-        transport="symmetric" if direct else "collective",
+        transport=AUTO_TRANSPORT if options.transport == "auto" else cast(Transport, options.transport),
     )
 
 

@@ -5,6 +5,7 @@ Every rank knows what all of them hold, from seeds; so each checks its own resul
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -21,10 +22,13 @@ def new_inbox(num_ranks: int, device: torch.device) -> Tensor:
     return torch.full((peers.inbox_bytes(num_ranks, REGION_BYTES),), 0xFF, dtype=torch.uint8, device=device)
 
 
-def channel(inboxes: list[int], index: int, device: torch.device) -> peers.Channel:
+def channel(inboxes: list[int], index: int, device: torch.device, limit_s: float = 60.0) -> peers.Channel:
     return peers.Channel(
         inbox_Z=torch.tensor(inboxes, dtype=torch.int64, device=device),
         turn_P=torch.zeros(peers.MAX_PROGRAMS, dtype=torch.int32, device=device),
+        late=torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
+        limit_s=limit_s,
+        first_sender=5,
         index=index,
         region_bytes=REGION_BYTES,
     )
@@ -98,6 +102,36 @@ def check_loud_nan(one: peers.Channel, dtype: torch.dtype, device: torch.device)
     assert result[1, 0, 3].isnan()
     result[1, 0, 3] = 1.0
     assert (result == 1.0).all()
+
+
+def check_rank_that_sends_nothing(one: peers.Channel, device: torch.device) -> None:
+    """Every collective ends, `late` names the rank, and no later wait takes its time again. `one.limit_s` is short."""
+    x, out, lse = torch.ones(3000, device=device), torch.ones(2, 4, 16, device=device), torch.ones(2, 4, device=device)
+    gathered = torch.empty(one.size, 3000, device=device)
+    silent = one.first_sender + one.size  # the last rank's number, from 1
+    calls: list[Callable[[], object]] = [
+        lambda: peers.exchange(one, out, lse, -(-4 // one.size)),
+        lambda: peers.all_gather(one, gathered, x),
+        lambda: peers.all_reduce(one, x, shots=1),
+        lambda: peers.all_reduce(one, x, shots=2),
+    ]
+    for call in calls:
+        one.late.zero_()
+        call()
+        _finish(device)
+        assert int(one.late) == silent
+    started = time.perf_counter()
+    for _ in range(10):
+        for call in calls:
+            call()
+    _finish(device)
+    assert int(one.late) == silent
+    assert time.perf_counter() - started < (40 * one.limit_s if device.type == "cuda" else 100.0)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def check_all(one: peers.Channel, dtype: torch.dtype, device: torch.device, *, long: bool) -> None:

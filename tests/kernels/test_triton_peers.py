@@ -50,6 +50,9 @@ def interpret() -> None:
             rank.join(100.0)
         if any(rank.exitcode != 0 for rank in ranks):
             raise SystemExit(f"ranks ended with {[rank.exitcode for rank in ranks]}")
+    silent = [cases.new_inbox(2, CPU) for _ in range(2)]
+    lone = cases.channel([inbox.data_ptr() for inbox in silent], 0, CPU, limit_s=0.02)
+    cases.check_rank_that_sends_nothing(lone, CPU)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the kernels run on the GPU here")
@@ -60,6 +63,13 @@ def test_through_the_interpreter() -> None:
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["done"]
+
+
+@pytest.mark.gpu
+def test_a_rank_that_sends_nothing() -> None:
+    inboxes = [cases.new_inbox(2, GPU) for _ in range(2)]
+    addresses = [inbox.data_ptr() for inbox in inboxes]
+    cases.check_rank_that_sends_nothing(cases.channel(addresses, 0, GPU, limit_s=0.5), GPU)
 
 
 class Streams:
@@ -143,6 +153,42 @@ def test_ranks_as_streams_of_one_gpu(num_ranks: int, dtype: torch.dtype) -> None
         cases.assert_equal_but_nan_bits(gathered[rank].cpu(), torch.stack(parts))
         assert_close(merged[rank].cpu(), want[:, 2 * rank : 2 * rank + 2], TOLERANCES[dtype])
         assert bool((simulated.inboxes[rank] == peers.ABSENT_BYTE).all())
+
+
+@pytest.mark.gpu
+def test_many_exchanges_right_behind_each_other() -> None:
+    """Tiles that are larger and smaller than a program; an lse is read by threads of several warps."""
+    simulated = Streams(2)
+    partials = []
+    for tokens, heads, width in ((1, 16, 512), (8, 16, 512), (3, 5, 16), (2, 4, 80)):
+        out, lse = torch.randn(2, tokens, heads, width).bfloat16(), 2 * torch.randn(2, tokens, heads)
+        mine = [(out[rank].to(GPU), lse[rank].to(GPU), -(-heads // 2)) for rank in range(2)]
+        partials.append((mine, dense_merge(out, lse)[0]))
+
+    def calls(rank: int) -> list[Callable[[], Tensor]]:
+        return [partial(peers.exchange, simulated.channels[rank], *mine[rank]) for mine, _ in partials]
+
+    for rank in range(2):
+        for call in calls(rank):
+            simulated.load(call)
+    simulated.start()
+    merged: list[list[Tensor]] = [[], []]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for rank, stream in enumerate(simulated.streams):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(5):
+                    merged[rank] = [call() for call in calls(rank)]
+        for stream in simulated.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(2000):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert [int(channel.late) for channel in simulated.channels] == [0, 0]
+    for (mine, want), *got in zip(partials, *merged, strict=True):
+        assert_close(torch.cat(got, 1)[:, : want.shape[1]].cpu(), want, TOLERANCES[torch.bfloat16])
+        assert mine[0][2] == got[0].shape[1]
 
 
 if __name__ == "__main__":

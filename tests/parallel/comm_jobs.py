@@ -7,6 +7,8 @@ returns what only the caller can judge.
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -334,6 +336,47 @@ def check_chunks_side_by_side(world: World) -> None:
     for results in got:
         for result, want in zip(results, wants, strict=True):
             assert_close(result.cpu(), want, TOLERANCES[torch.bfloat16])
+
+
+def check_many_exchanges(world: World, replays: int) -> None:
+    """Collectives right behind each other in a replayed graph, 50 in each, while either rank falls behind at random.
+
+    Most of all exchanges, some with tiles smaller than a program, which threads of several warps read together.
+    """
+    mesh = build_mesh(Layout(kvp=world.size, tpf=world.size), world)
+    connect(mesh, world, CommConfig(transport="symmetric", overlap=1))
+    cases = []
+    for tokens, heads, width in ((1, 16, 512), (8, 16, 512), (64, 16, 512), (3, 5, 16), (2, 4, 80)):
+        out_ZTHD, lse_ZTH = random_partials(world.size, tokens, heads, width, torch.bfloat16, tokens)
+        part = -(-heads // world.size)
+        want = torch.nn.functional.pad(dense_merge(out_ZTHD, lse_ZTH)[0], (0, 0, 0, part * world.size - heads))
+        mine = out_ZTHD[world.rank].to(world.device), lse_ZTH[world.rank].to(world.device)
+        cases.append((Exchange(mesh.kvp, part), *mine, want[:, part * world.rank :][:, :part]))
+    ones = torch.ones(4096, dtype=torch.bfloat16, device=world.device)
+
+    def step() -> tuple[list[Tensor], Tensor]:
+        x = ones.clone()
+        results = [exchange(out_THD, lse_TH) for exchange, out_THD, lse_TH, _ in cases]
+        return results, mesh.world.all_reduce(x)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        got = [step() for _ in range(8)]
+    chance = random.Random(world.rank)
+    for _ in range(replays):
+        if chance.random() < 0.3:
+            torch.cuda._sleep(chance.randrange(1_000_000))
+        if chance.random() < 0.1:
+            time.sleep(0.002 * chance.random())
+        graph.replay()
+    torch.cuda.synchronize()
+    mesh.world.check()
+    for results, total in got:
+        for result, (_, _, _, want) in zip(results, cases, strict=True):
+            assert_close(result.cpu(), want, TOLERANCES[torch.bfloat16])
+        assert bool((total == world.size).all())
 
 
 def refusal_of_symmetric(world: World) -> str:

@@ -63,6 +63,10 @@ def test_chunks_side_by_side(gpu_ranks: RankPool) -> None:
     gpu_ranks.run(2, comm_jobs.check_chunks_side_by_side)
 
 
+def test_twenty_thousand_exchanges(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(2, comm_jobs.check_many_exchanges, 500)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("family", "layout"), legal_cases(), ids=str)
 def test_layout_equals_transformers(
