@@ -12,5 +12,7 @@ cd "$HELIX_ROOT"
 
 # One thread per rank: the suite starts more ranks than a small machine has cores.
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONFAULTHANDLER=1
-# Two files at a time: many tests wait for processes to start or to be missed, and the other file uses that time.
-exec "$HELIX_BIN/python" -m pytest -m "not gpu and not multi_gpu and not slow" -n 2 --dist loadfile "$@"
+# Two files at a time: many tests wait for processes to start or to be missed, and the other file uses that time. In
+# the order of their names: files with the fewest tests are the longest, and put last one would run alone.
+exec "$HELIX_BIN/python" -m pytest -m "not gpu and not multi_gpu and not slow" \
+    -n 2 --dist loadfile --no-loadscope-reorder "$@"

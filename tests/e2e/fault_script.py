@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 from helix import Engine, SamplingParams
 
 
 def main() -> None:
+    # As in a terminal: what a shell starts in the background, the suite as well, has Ctrl-C ignored and hands that on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = json.loads(sys.argv[1])
     endless = "long" in sys.argv[2:]
     with Engine(**settings) as engine:
