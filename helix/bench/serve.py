@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -253,6 +254,8 @@ def own_server(run: RunConfig) -> Iterator[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", start, "serve", "--config", str(file)], stdout=subprocess.DEVNULL
         )
+        # Else SIGTERM would end this process at once, and the server would stay.
+        before = signal.signal(signal.SIGTERM, _leave)
         root = f"http://127.0.0.1:{settings['server']['port']}"
         try:
             _wait_ready(process, f"{root}/health")
@@ -264,6 +267,11 @@ def own_server(run: RunConfig) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:

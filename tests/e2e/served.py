@@ -56,12 +56,15 @@ class Served:
         )
 
     def wait_ready(self) -> Served:
+        """Until then /health says that the model is being loaded, or nobody listens yet."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log()
             try:
-                if self.http.get("/health").status_code == 200:
+                health = self.http.get("/health")
+                if health.status_code == 200:
                     return self
+                assert (health.status_code, health.json()) == (503, {"status": "loading"})
             except httpx2.TransportError:
                 pass
             time.sleep(0.1)

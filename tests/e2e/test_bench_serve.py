@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from helix.bench.serve import Answer, Load, make_prompts, summarise
 from helix.cli import main
-from tests.e2e.served import tiny_config
+from tests.e2e.served import LIMIT_S, tiny_config
 from tests.tiny import TinyModels
 
 
@@ -43,6 +46,27 @@ def test_a_server_of_its_own(tiny: TinyModels, tmp_path: Path, capsys: pytest.Ca
             assert 0 < found[name]["median"] <= found[name]["p99"]
         assert found["output_tokens_per_s"] == pytest.approx(8 * 6 / found["seconds"])
         assert found["total_tokens_per_s"] == pytest.approx(8 * 36 / found["seconds"])
+
+
+def test_a_benchmark_that_is_told_to_end_takes_its_server_along(tiny: TinyModels, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(tiny_config(tiny.path("llama"))))
+    words = ("bench", "serve", "--config", str(config), *SIZES, "--requests", "100000")
+    servers: list[psutil.Process] = []
+    process = psutil.Popen([sys.executable, "-c", f"from helix.cli import main; main({words})"])
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not (servers and servers[0].net_connections("tcp")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            servers = process.children()
+        process.terminate()
+        assert process.wait(LIMIT_S) == 128 + 15
+        assert not servers[0].is_running()
+    finally:
+        for one in (*servers, process):
+            if one.is_running():
+                one.kill()
 
 
 @pytest.mark.parametrize(

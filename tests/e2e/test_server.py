@@ -1,13 +1,14 @@
 """The HTTP server as its users meet it: through the `openai` client, through raw sockets, and when things break.
 
-Two servers: SmolLM2 with its real weights on one rank, and a tiny model with a poisoned token on three. All of it
-stays on 127.0.0.1.
+Two servers: SmolLM2 with its real weights on `HELIX_RANKS` ranks (1 unless it is set; slow with more), and a tiny model
+with a poisoned token on three. All of it stays on 127.0.0.1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
@@ -41,6 +42,7 @@ from helix.server.run import serve
 from tests.e2e.served import LIMIT_S, Served, Starter, tiny_config
 from tests.tiny import TinyModels, prompt
 
+NUM_RANKS = int(os.environ.get("HELIX_RANKS", "1"))
 KEY = "correct horse"
 POISON = 5
 """Token whose embedding is NaN in the tiny model."""
@@ -55,6 +57,7 @@ def smollm(start: Starter, smollm2: Path) -> Served:
     return start(
         {
             "model": {"path": str(smollm2), "dtype": "float32"},
+            "layout": {"kvp": NUM_RANKS},
             "cache": {"page_tokens": 16, "num_page_rows": 96},
             "engine": {"device": "cpu", "max_context": 512, "max_batch": 16, "prefill_chunk": 64},
             "server": {"api_key": KEY, "max_queue": 4, "max_body_bytes": 200_000, "model_name": "smol"},
@@ -311,6 +314,10 @@ def test_errors_reach_the_client_as_its_own(smollm: Served) -> None:
             refused = smollm.http.get(path, headers=headers)
             assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
     assert smollm.http.get("/health").json() == {"status": "ready"}
+    elsewhere = {"Origin": "http://elsewhere.example", "Access-Control-Request-Method": "POST"}
+    for method in ("GET", "OPTIONS"):
+        answer = smollm.http.request(method, "/v1/models", headers=smollm.headers | elsewhere)
+        assert not [name for name in answer.headers if name.lower().startswith("access-control")]
 
 
 HOSTILE = [
@@ -500,6 +507,32 @@ def test_a_dead_rank_ends_the_server(ranks: Served) -> None:
     assert answers[0] != 200
     assert ranks.process.wait(LIMIT_S) not in (0, None)
     assert re.search(r"rank 2 .*SIGKILL", ranks.log()), ranks.log()
+
+
+def test_a_stuck_rank_ends_the_server(start: Starter, tiny: TinyModels) -> None:
+    """A stream is under way: it ends without its last line, /health is never 200 again, and the log says why."""
+    served = start(tiny_config(tiny.path("llama"), kvp=2)).wait_ready()
+    body = {"prompt": prompt(9), "max_tokens": 200, "ignore_eos": True, "stream": True}
+    lines: list[str] = []
+    with served.http.stream("POST", "/v1/completions", json=body) as streamed:
+        arriving = streamed.iter_lines()
+        lines.append(next(arriving))
+        psutil.Process(served.process.pid).children()[0].suspend()
+        try:
+            lines.extend(arriving)
+        except httpx2.TransportError:
+            lines.append("closed")
+    assert '"error"' in "".join(lines) or lines[-1] == "closed"
+    assert "data: [DONE]" not in lines
+    deadline = time.monotonic() + LIMIT_S
+    while served.process.poll() is None:
+        assert time.monotonic() < deadline, served.log()
+        try:
+            assert served.http.get("/health").json() == {"status": "failed"}
+        except httpx2.TransportError:
+            time.sleep(0.02)
+    assert served.process.returncode != 0
+    assert re.search(r"rank 1 .*stopped answering", served.log()), served.log()
 
 
 # ---- the end ----
