@@ -44,6 +44,11 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, moe: MoESpec) -> tuple[Tenso
     return expert_Tk, weight_Tk * moe.scaling
 
 
+def local_ids(place_Tk: Tensor, count: int) -> Tensor:
+    """`place_Tk` with `count`, which is no place, for all that are not in 0 .. `count` - 1."""
+    return place_Tk.masked_fill((place_Tk < 0) | (place_Tk >= count), count)
+
+
 def _mask_groups(choice_TE: Tensor, groups: int, kept: int, score: Literal["max", "top2_sum"]) -> Tensor:
     """-inf for the experts outside of the `kept` best of `groups` equal, consecutive groups."""
     choice_TGe = choice_TE.unflatten(-1, (groups, -1))

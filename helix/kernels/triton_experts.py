@@ -39,7 +39,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     begin_late(DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(expert_ptr + pair)
-    if expert >= E:
+    if (expert < 0) | (expert >= E):
         return
     row_w = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x_row = x_ptr + pair // TOP * C
@@ -61,8 +61,9 @@ def _gate_up(  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_rows(weights_ptr, expert, row_c, column_w, E, C, W):  # type: ignore[no-untyped-def]
     """Rows of an expert's second weight; zeros for one that is not here."""
-    limit = tl.where(expert < E, W, 0)
-    at_cw = weights_ptr + (tl.where(expert < E, expert, 0) * C + row_c[:, None]) * W + column_w[None, :]
+    here = (expert >= 0) & (expert < E)
+    limit = tl.where(here, W, 0)
+    at_cw = weights_ptr + (tl.where(here, expert, 0) * C + row_c[:, None]) * W + column_w[None, :]
     return tl.load(at_cw, mask=(row_c < C)[:, None] & (column_w < limit)[None, :], other=0.0)
 
 
@@ -94,7 +95,7 @@ def _down(  # type: ignore[no-untyped-def]
     sum_c = tl.zeros((ROWS,), tl.float32)
     for place in tl.static_range(TOP):
         pair = token * TOP + place
-        here = expert < E
+        here = (expert >= 0) & (expert < E)
         part_cw = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, W, COLUMNS):
             limit = tl.where(here, W - start, 0)
@@ -124,7 +125,7 @@ def expert_products(
 ) -> Tensor:
     """For each token the sum over its experts of ``weight * down(silu(gate(x)) * up(x))``, [T, C] in the dtype of x.
 
-    `expert_Tk` are places in the contiguous stacks ``gate_up [E, 2 W, C]`` and ``down [E, C, W]``; E and above add
+    `expert_Tk` are places in the contiguous stacks ``gate_up [E, 2 W, C]`` and ``down [E, C, W]``; others add
     nothing. Sums are fp32; what lies between the two products is rounded once, to the dtype of x. `add_TC` is added to
     the rounded result.
     """

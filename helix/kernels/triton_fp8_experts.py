@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from helix.kernels.fp8 import Packed
+from helix.kernels.router import local_ids
 from helix.kernels.triton_grouped import MAX_PAIRS, add_experts, sort_pairs
 
 # Up to here reading experts once for each token costs less than sorting the tokens by expert.
@@ -49,7 +50,7 @@ def _gate_up_few(  # type: ignore[no-untyped-def]
     """ROWS values of ``silu(gate) * up`` of one pair."""
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(expert_ptr + pair)
-    if expert >= E:
+    if (expert < 0) | (expert >= E):
         return
     row_w = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there_w = row_w < W
@@ -111,7 +112,7 @@ def _down_few(  # type: ignore[no-untyped-def]
     for place in range(TOP):
         pair = token * TOP + place
         expert = tl.load(expert_ptr + pair)
-        if expert < E:
+        if (expert >= 0) & (expert < E):
             weight_c = weights_ptr + (expert * C + row_c[:, None]) * W
             scale_c = scale_ptr + (expert * scale_rows + row_c // cell) * scale_columns
             part_cw = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -263,7 +264,7 @@ def expert_products(
 ) -> Tensor:
     """For each token the sum over its experts of ``weight * down(silu(gate(x)) * up(x))``, [T, C] in the dtype of x.
 
-    `expert_Tk` are places in the stacks ``gate_up [E, 2 W, C]`` and ``down [E, C, W]``; E and above add nothing. What
+    `expert_Tk` are places in the stacks ``gate_up [E, 2 W, C]`` and ``down [E, C, W]``; others add nothing. What
     lies between the two products is rounded once, to the dtype of x, and so are the results of the second one where
     pairs are sorted. Asks the host nothing.
     """
@@ -342,7 +343,7 @@ def sorted_by_expert(
 
 def _sort_many(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """`sort_pairs` for any number of them."""
-    ids_R, order_R = expert_Tk.flatten().clamp(max=experts).sort(stable=True)
+    ids_R, order_R = local_ids(expert_Tk, experts).flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, dtype=ids_R.dtype, device=ids_R.device)
     return order_R.to(torch.int32), torch.searchsorted(ids_R, bounds, out_int32=True)
 

@@ -40,13 +40,13 @@ def _order(  # type: ignore[no-untyped-def]
     begin(DEPENDENT)
     mine_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     id_b = tl.load(expert_ptr + mine_b, mask=mine_b < num_pairs, other=E + 1).to(tl.int32)
-    id_b = tl.minimum(id_b, E)
+    id_b = tl.where(id_b < 0, E, tl.minimum(id_b, E))
     place_b = tl.zeros((BLOCK,), tl.int32)
     start_b = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_pairs, PAIRS):
         pair_r = first + tl.arange(0, PAIRS)
         id_r = tl.load(expert_ptr + pair_r, mask=pair_r < num_pairs, other=E + 1).to(tl.int32)
-        id_r = tl.where(pair_r < num_pairs, tl.minimum(id_r, E), E + 1)
+        id_r = tl.where(pair_r < num_pairs, tl.where(id_r < 0, E, tl.minimum(id_r, E)), E + 1)
         before_br = (id_r[None, :] < id_b[:, None]) | (
             (id_r[None, :] == id_b[:, None]) & (pair_r[None, :] < mine_b[:, None])
         )
@@ -170,7 +170,8 @@ def _combine(  # type: ignore[no-untyped-def]
     sum_c = tl.zeros((COLUMNS,), tl.float32)
     for place in tl.static_range(TOP):
         pair = token * TOP + place
-        limit = tl.where(tl.load(expert_ptr + pair) < E, C, 0)
+        expert = tl.load(expert_ptr + pair)
+        limit = tl.where((expert >= 0) & (expert < E), C, 0)
         part_c = tl.load(part_ptr + pair * C + column_c, mask=column_c < limit, other=0.0).to(tl.float32)
         sum_c += tl.where(limit > 0, part_c * tl.load(share_ptr + pair), 0.0)
     if ADD:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from helix.comm.group import Group
 from helix.comm.mesh import Mesh
+from helix.kernels.router import local_ids
 from helix.layout import Slice, padded_slice, uneven_slice
 
 Route: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -71,7 +72,9 @@ class LocalDispatch:
         expert_Tk, weight_Tk = route(x_TC)
         # The shared expert first: its weights are on their way while the router still chooses.
         add_TC = None if shared is None else shared(x_TC)
-        return self.world.all_reduce(experts(x_TC, _local_ids(expert_Tk, self.held), weight_Tk, add_TC))
+        # Others' experts lie outside of the places here, which the products see: so one launch does at most.
+        place_Tk = expert_Tk - self.held.start if self.held.start else expert_Tk
+        return self.world.all_reduce(experts(x_TC, place_Tk, weight_Tk, add_TC))
 
 
 class AllToAllDispatch:
@@ -95,7 +98,7 @@ class AllToAllDispatch:
     def _routed(self, x_tC: Tensor, route: Route, experts: Experts) -> Tensor:
         """The weighted sums of the routed experts for the tokens of this EP rank, this rank's part of the width."""
         expert_tk, weight_tk = route(x_tC)
-        local_Ztk = torch.stack([_local_ids(expert_tk, one) for one in self.slices])
+        local_Ztk = torch.stack([local_ids(expert_tk - one.start, one.size) for one in self.slices])
         size_Z11 = torch.tensor([one.size for one in self.slices], device=x_tC.device).view(-1, 1, 1)
         hit_Zt = (local_Ztk < size_Z11).any(dim=-1)
         sent, received = self._row_counts(hit_Zt)
@@ -135,11 +138,3 @@ def unpack(message: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     numbers = message[:, width:].clone(memory_format=torch.contiguous_format).view(torch.int32)
     expert_Rk, weight_Rk = numbers.chunk(2, dim=1)
     return message[:, :width].contiguous(), expert_Rk.long(), weight_Rk.view(torch.float32)
-
-
-def _local_ids(expert_Tk: Tensor, experts: Slice) -> Tensor:
-    """Global ids as places in `experts`; those of other ranks become ``experts.size``, which is no place."""
-    if experts.size == experts.total:
-        return expert_Tk
-    local_Tk = expert_Tk - experts.start
-    return local_Tk.masked_fill((local_Tk < 0) | (local_Tk >= experts.size), experts.size)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from helix.comm.mesh import Mesh
 from helix.kernels.fp8 import Packed, linear_fp8
+from helix.kernels.router import local_ids
 from helix.layers.dispatch import make_dispatch
 from helix.layers.mlp import ACTIVATIONS, MLP
 from helix.layers.router import Router
@@ -158,8 +159,8 @@ def expert_products(
 ) -> Tensor:
     """For each token the sum over its experts of ``weight * down(act(gate(x)) * up(x))``, [T, C] in the dtype of x.
 
-    `expert_Tk` are places in the stack; E and above mean "not here" and add nothing. Weights are fp32, and so is the
-    sum; `add_TC` is added to it once it is rounded.
+    `expert_Tk` are places in the stack; negative ones, and E and above, mean "not here" and add nothing. Weights are
+    fp32, and so is the sum; `add_TC` is added to it once it is rounded.
 
     On a GPU one token or two go to `helix.kernels.triton_experts`, which reads their experts as they lie, and up to
     `SMALL_BATCH` to `helix.kernels.triton_grouped`, which reads each expert once. More of them, in bf16
@@ -212,7 +213,7 @@ def products_by_loop(
 ) -> Tensor:
     """`expert_products` in plain PyTorch: rows sorted by expert, one expert after the other."""
     num_experts, per_token = gate_up_EWC.shape[0], expert_Tk.shape[1]
-    ids_R, order_R = expert_Tk.flatten().clamp(max=num_experts).sort(stable=True)
+    ids_R, order_R = local_ids(expert_Tk, num_experts).flatten().sort(stable=True)
     token_R, weight_R = order_R // per_token, weight_Tk.flatten()[order_R]
     counts = ids_R.bincount(minlength=num_experts + 1).tolist()
     y_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
@@ -252,7 +253,7 @@ def products_grouped(
     (num_tokens, hidden), num_experts, per_token = x_TC.shape, gate_up_EWC.shape[0], expert_Tk.shape[1]
     if num_tokens == 0:
         return torch.empty_like(x_TC)
-    ids_R, order_R = expert_Tk.flatten().clamp(max=num_experts).sort(stable=True)
+    ids_R, order_R = local_ids(expert_Tk, num_experts).flatten().sort(stable=True)
     counts_E = count_tokens_per_expert(ids_R, num_experts + 1)[:num_experts]
     end_E = counts_E.cumsum(0, dtype=torch.int32)
     both_RW = nn.functional.grouped_mm(x_TC[order_R // per_token], gate_up_EWC.transpose(1, 2), offs=end_E)

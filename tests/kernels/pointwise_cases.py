@@ -262,7 +262,7 @@ def check_experts(device: torch.device, dtype: torch.dtype) -> None:
         gate_up = 0.1 * values(CPU, dtype, experts, 2 * width, hidden)
         down = 0.1 * values(CPU, dtype, experts, hidden, width)
         x, weight = values(CPU, dtype, 4, hidden), values(CPU, torch.float32, 4, 3).abs()
-        expert = torch.tensor([[0, 1, 2], [2, 0, experts], [experts, experts + 3, experts], [1, 2, 0]])
+        expert = torch.tensor([[0, 1, 2], [2, -1, experts], [experts, experts + 3, -7], [1, -experts, 0]])
         want = products_by_loop(x, expert, weight, gate_up, down, "silu")
         for products in (triton_experts.expert_products, triton_grouped.expert_products):
             got = products(*(one.to(device) for one in (x, expert, weight, gate_up, down)))
@@ -278,7 +278,7 @@ def check_grouped(device: torch.device, dtype: torch.dtype) -> None:
     experts, hidden, width, tokens, per_token = 9, 16, 8, 130, 8
     gate_up, down = values(CPU, dtype, experts, 2 * width, hidden), values(CPU, dtype, experts, hidden, width)
     x, weight = 0.2 * values(CPU, dtype, tokens, hidden), values(CPU, torch.float32, tokens, per_token).abs()
-    expert = torch.rand(tokens, experts + 1, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :per_token]
+    expert = torch.rand(tokens, experts + 2, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :per_token] - 1
     want = products_by_loop(x, expert, weight, gate_up, down, "silu")
     got = triton_grouped.expert_products(*(one.to(device) for one in (x, expert, weight, gate_up, down)))
     assert_near(got, want, dtype)
