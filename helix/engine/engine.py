@@ -214,6 +214,18 @@ class Engine:
         self._run(generations)
         return [one.output() for one in generations]
 
+    def warm_up(self) -> None:
+        """Run once what later steps need made: kernels are compiled, and decode steps of every size captured.
+
+        Without it the first request of each size waits for that. A fraction of a second a size on a GPU.
+        """
+        runner = self._core.runner
+        sizes = (1,) if runner.mode == "eager" else runner.buckets
+        for size in sizes:
+            for temperature in (0.0, 1.0):
+                params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
+                self.generate([[0]] * size, params)
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Pieces of one generation as they come. Leaving the loop early and closing the stream cancels it."""
         generation = self.prepare(prompt, params)

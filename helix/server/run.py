@@ -18,7 +18,6 @@ import uvicorn
 from helix.config import LaunchEnv, RunConfig, launch_env
 from helix.engine.engine import Engine
 from helix.engine.join import enter_world, follow, share_cores
-from helix.engine.sampling import SamplingParams
 from helix.errors import ConfigError
 from helix.server.app import Service, make_app
 from helix.server.desk import Desk
@@ -54,7 +53,7 @@ def serve(config: RunConfig, open_engine: Callable[[RunConfig], Engine]) -> None
         try:
             with open_engine(config) as engine:
                 _drain_on_signals(desk)
-                engine.generate([[0]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+                engine.warm_up()
                 service.engine = engine
                 metrics.watch(engine)
                 log.info("ready: %s at http://%s:%d/v1", service.model_name, config.server.host, config.server.port)

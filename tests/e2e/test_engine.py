@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from helix import Engine, SamplingParams
+from helix.engine import build
+from helix.engine.runner import Runner
 from helix.errors import CheckpointError, ConfigError, LayoutError, RequestError
 from tests.tiny import TinyModels, prompt
 
@@ -163,6 +166,18 @@ def test_closed_engine_and_two_in_a_row(tiny: TinyModels) -> None:
         first.generate([prompt(3)], GREEDY)
     with make_engine(tiny.path("llama")) as second:
         assert second.generate([prompt(3)], GREEDY)[0].token_ids == tiny.greedy("llama", prompt(3), 12)
+
+
+def test_warming_up_runs_decode_steps_of_every_size(tiny: TinyModels) -> None:
+    with (
+        mock.patch.object(build, "choose_mode", return_value="static"),
+        mock.patch.object(Runner, "_decode", autospec=True, side_effect=Runner._decode) as decode,
+        make_engine(tiny.path("smollm"), max_batch=6) as engine,
+    ):
+        engine.warm_up()
+        seen = {(len(batch.counts_S), choice) for (_, batch, choice), _ in decode.call_args_list}
+        assert seen == {(size, choice) for size in (1, 2, 4, 6) for choice in ("best", "drawn")}
+        assert engine.num_free_rows == 64
 
 
 def test_wrong_settings_fail_before_anything_is_read(tiny: TinyModels, tmp_path: object) -> None:
