@@ -1,20 +1,17 @@
 """`RunConfig`: what a person asks for, read from YAML, keyword arguments and ``key.path=value`` overrides.
 
-Owns the names, types, ranges and defaults of every setting, and the wording of every complaint about them; also the
-only reader of the environment (`launch_env`). Values stay as given ("auto" included): whoever knows the model and the
-machine resolves them. Imports no torch.
+Owns the names, types, ranges and defaults of every setting; also the only reader of the environment (`launch_env`).
+`helix.config_yaml` reads the text, `helix.config_faults` words the complaints. Values stay as given ("auto" included):
+whoever knows the model and the machine resolves them. Imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import json
-import math
 import os
 import re
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -22,13 +19,10 @@ from typing import Annotated, Any, Final, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from helix.config_faults import explain, fault_of, kind_of, origin_of, show, token_count
+from helix.config_yaml import parse_yaml, read_yaml
 from helix.errors import ConfigError
 
-_MAX_FILE_BYTES: Final = 1 << 20  # a larger "config" is a weight file or a device, and must not be read whole
-_MAX_SHOWN: Final = 80  # characters of a wrong value that a message repeats
-_NUMBER_TAGS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_KIND_WORDS: Final[Mapping[str, str]] = {"string": "text", "boolean": "true or false", "null": "null"}
-_UNITS: Final[Mapping[str, int]] = {"K": 1 << 10, "M": 1 << 20}
 _DTYPE_ALIASES: Final[Mapping[str, str]] = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -44,12 +38,6 @@ def _dtype_name(value: object) -> object:
 def _switch_name(value: object) -> object:
     """YAML 1.1 reads a bare ``on`` or ``off`` as a boolean; give the word back."""
     return ("on" if value else "off") if isinstance(value, bool) else value
-
-
-def _token_count(value: object) -> object:
-    """``128K`` -> 131072, ``1M`` -> 1048576; anything else unchanged."""
-    match = re.fullmatch(r"([0-9]{1,12})([KM])", value, re.IGNORECASE) if isinstance(value, str) else None
-    return int(match[1]) * _UNITS[match[2].upper()] if match else value
 
 
 # What ``comm.transport: auto`` tries first; symmetric once its new way of waiting has run on several GPUs.
@@ -135,7 +123,7 @@ class EngineConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_batch: Count = 64
     max_context: Annotated[
-        Literal["auto"] | Count, BeforeValidator(_token_count), Field(description="also as 128K or 1M")
+        Literal["auto"] | Count, BeforeValidator(token_count), Field(description="also as 128K or 1M")
     ] = "auto"
     prefill_chunk: Count = 2048
     graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_name)] = "auto"
@@ -194,7 +182,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     that directory's parent; where it is in none of them it stays as written. Raises `ConfigError`.
     """
     name = os.fsdecode(path)
-    return _build([_read_file(name), parse_overrides(overrides)], _origin(name, overridden=bool(overrides)))
+    return _build([_read_file(name), parse_overrides(overrides)], origin_of(name, overridden=bool(overrides)))
 
 
 def make_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None, **sections: object) -> RunConfig:
@@ -210,9 +198,9 @@ def make_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
     elif isinstance(source, (str, os.PathLike)):
         name = os.fsdecode(source)
         layers.append(_read_file(name))
-        origin = _origin(name, overridden=any(section is not None for section in sections.values()))
+        origin = origin_of(name, overridden=any(section is not None for section in sections.values()))
     elif source is not None:
-        raise ConfigError(f"a config is a YAML file's path or a mapping, not {_show(source)}")
+        raise ConfigError(f"a config is a YAML file's path or a mapping, not {show(source)}")
     return _build([*layers, _place_model(sections)], origin)
 
 
@@ -223,10 +211,10 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         dotted, equals, text = override.partition("=")
         dotted = dotted.strip()
         keys = dotted.split(".")
-        origin = f"override {_origin(dotted)}"
+        origin = f"override {origin_of(dotted)}"
         if not equals or not all(keys):
             raise ConfigError(f"{origin} is not of the form key.path=value, such as cache.page_tokens=16")
-        value = _parse_yaml(text, origin)
+        value = parse_yaml(text, origin)
         if value is None and len(keys) == 1:
             raise ConfigError(f"{origin} has no value; write {dotted}=value or {dotted}.key=value")
         for key in reversed(keys[1:]):
@@ -286,7 +274,7 @@ def launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv | None:
         text = env[name]
         if not re.fullmatch(r"-?[0-9]{1,9}", text) or not low <= int(text) <= high:
             raise ConfigError(
-                f"environment variable {name}={_show(text)} must be a whole number from {low} to {high}; "
+                f"environment variable {name}={show(text)} must be a whole number from {low} to {high}; "
                 "the `deepspeed` launcher sets it"
             )
         return int(text)
@@ -349,120 +337,15 @@ def _find(text: str, directories: Sequence[Path]) -> Path | None:
     return None
 
 
-def _origin(name: str, *, overridden: bool = False) -> str:
-    return (name if name and name.isprintable() else _show(name)) + (" with overrides" if overridden else "")
-
-
-# ---- reading YAML ----
-
-
-def _parse_yaml(text: str, origin: str) -> object:
-    """The one document in `text` through PyYAML's safe loader, which builds plain values and runs no code."""
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        traps = _yaml_traps(root)
-        if traps:
-            raise ConfigError("\n".join(f"{origin}, {trap}" for trap in traps))
-        return None if root is None else loader.construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{origin}, {_syntax_problem(text, error)}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: not a text file: {str(error).splitlines()[0]}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{origin}: nested too deeply") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # PyYAML lets its own conversions fail like this, for instance on the date 2024-13-45 or on `!!bool maybe`.
-        raise ConfigError(f"{origin}: a value cannot be read ({error}); put it in quotes if it is text") from error
-
-
-def _yaml_traps(root: yaml.Node | None) -> list[str]:
-    """What YAML takes in silence and nobody means: a key given twice, numbers such as ``010`` (8) and ``1:30`` (90)."""
-    traps: list[tuple[int, str]] = []
-    todo, seen = [root] if root else [], set[int]()
-    while todo:
-        node = todo.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            todo += [one for pair in node.value for one in pair]
-            traps += _duplicate_keys(node)
-        elif isinstance(node, yaml.SequenceNode):
-            todo += node.value
-        elif node.tag in _NUMBER_TAGS and re.match(r"[-+]?(0[0-9_]+$|[0-9_]+:)", node.value):
-            text = "YAML reads this number in base 8 or 60; write it in base 10, or in quotes if it is text"
-            traps.append(_at(node.start_mark, text))
-    return [text for _, text in sorted(traps)]
-
-
-def _duplicate_keys(node: yaml.MappingNode) -> Iterator[tuple[int, str]]:
-    first_line: dict[tuple[str, str], int] = {}
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        name = (key.tag, key.value)
-        if name in first_line:
-            yield _at(key.start_mark, f"duplicate key {key.value}, already set on line {first_line[name]}")
-        else:
-            first_line[name] = key.start_mark.line + 1
-
-
-def _at(mark: yaml.Mark, text: str) -> tuple[int, str]:
-    return mark.index, f"line {mark.line + 1}, column {mark.column + 1}: {text}"
-
-
-def _syntax_problem(text: str, error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    problem = ", ".join(part for part in (error.context, error.problem) if part)
-    if mark is None:
-        return problem
-    before = text[: mark.index].rpartition("\n")[2]
-    indent = before[: len(before) - len(before.lstrip())]
-    if "\t" in indent or text[mark.index : mark.index + 1] == "\t":
-        problem = "a tab character; YAML wants spaces here"
-    return _at(mark, problem)[1]
-
-
 def _read_file(name: str) -> dict[Any, Any]:
     """The sections in the YAML file `name`, its ``model.path`` found."""
-    origin = _origin(name)
-    try:
-        with Path(name).open("rb") as file:
-            raw = file.read(_MAX_FILE_BYTES + 1)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{origin}: there is no such file{_near_files(name)}") from error
-    except IsADirectoryError as error:
-        hint = "a checkpoint directory goes into model.path, or model=... in Python"
-        raise ConfigError(f"{origin}: is a directory, not a YAML file; {hint}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{origin}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{origin}: is larger than {_MAX_FILE_BYTES} bytes, so it is not a config file")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{origin}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text") from error
-    content = _parse_yaml(text, origin)
+    content, origin = read_yaml(name), origin_of(name)
     if content is None:
         raise ConfigError(f"{origin}: is empty; it needs at least a model, such as: model: {{path: DIRECTORY}}")
     if not isinstance(content, dict):
-        raise ConfigError(f"{origin}: is {_kind(content)}; expected a mapping with the keys {', '.join(_SECTIONS)}")
+        raise ConfigError(f"{origin}: is {kind_of(content)}; expected a mapping with the keys {', '.join(_SECTIONS)}")
     here = Path(name).parent.resolve()
     return _place_model(content, (Path(), here, here.parent))
-
-
-def _near_files(name: str) -> str:
-    path = Path(name)
-    directory = "the current directory" if path.parent == Path() else str(path.parent)
-    try:
-        present = sorted(one.name for one in path.parent.iterdir() if one.name.isprintable())
-    except OSError:
-        return f", nor a directory {directory}"
-    near = difflib.get_close_matches(path.name, present, n=3, cutoff=0.5)
-    near = near or [one for one in present if one.endswith((".yaml", ".yml"))][:5]
-    return f"; in {directory}: {', '.join(near)}" if near else ""
 
 
 # ---- checking, and saying what is wrong ----
@@ -487,9 +370,9 @@ def _build(layers: Iterable[Mapping[Any, Any]], origin: str) -> RunConfig:
         elif name == "layout" and isinstance(section, str):
             parts[name] = section
             if section != "auto":
-                problems.append(f"layout: {_show(section)} {_fault(section, ('auto',), None, set())}{_takes(name)}")
+                problems.append(f"layout: {show(section)} {fault_of(section, ('auto',), None, set())}{_takes(name)}")
         else:
-            problems.append(f"{name}: {_show(section)} is {_kind(section)}{_takes(name)}")
+            problems.append(f"{name}: {show(section)} is {kind_of(section)}{_takes(name)}")
     if len(problems) > 1:
         raise ConfigError("\n  ".join([f"{origin or 'config'}: {len(problems)} problems", *problems]))
     if problems:
@@ -504,7 +387,7 @@ def _takes(section: str) -> str:
 
 def _unknown_key(section: str, key: object) -> str:
     legal = list(_SECTIONS[section].model_fields if section else _SECTIONS)
-    name = key if isinstance(key, str) and key.isprintable() and key else _show(key)
+    name = key if isinstance(key, str) and key.isprintable() and key else show(key)
     near = [f"{other}.{name}" for other, model in _SECTIONS.items() if name in model.model_fields]
     if not near:
         prefix = f"{section}." if section else ""
@@ -527,93 +410,7 @@ def _field_problems(section: str, error: ValidationError, *, whole_section: bool
     for one in error.errors(include_url=False):
         field = str(one["loc"][0]) if one["loc"] else None
         if field is not None:  # a union reports each of its branches; one line is enough
-            lines[field] = f"{section}.{field}: {_explain(one['input'], properties[field])}"
+            lines[field] = f"{section}.{field}: {explain(one['input'], properties[field])}"
         elif whole_section:
             lines[field] = f"{section}: {one['ctx']['error']}"
     return list(lines.values())
-
-
-def _explain(value: object, schema: Mapping[str, Any]) -> str:
-    """What is wrong with `value` for a field of this JSON schema, and what the field takes."""
-    options = schema.get("anyOf", [schema])
-    choices = [c for o in options for c in o.get("enum", [o["const"]] if "const" in o else [])]
-    number = next((o for o in options if o["type"] in ("integer", "number")), None)
-    kinds = {o["type"] for o in options if "enum" not in o and "const" not in o}
-    takes = [*choices, *([_number_range(number)] if number else [])]
-    takes += [word for kind, word in _KIND_WORDS.items() if kind in kinds]
-    expected = " or ".join(part for part in (", ".join(takes[:-1]), takes[-1]) if part)
-    note = f", {schema['description']}" if "description" in schema else ""
-    shown = "the value" if schema.get("writeOnly") else _show(value)
-    return f"{shown} {_fault(value, choices, number, kinds)} (expected {expected}{note})"
-
-
-def _number_range(number: Mapping[str, Any]) -> str:
-    kind = "a whole number" if number["type"] == "integer" else "a number"
-    if "exclusiveMinimum" in number:
-        return f"{kind} above {number['exclusiveMinimum']} and at most {number['maximum']}"
-    return f"{kind} from {number['minimum']} to {number['maximum']}"
-
-
-def _fault(value: object, choices: Sequence[str], number: Mapping[str, Any] | None, kinds: set[str]) -> str:
-    if value is None:
-        return "is no value; leave the key out for its default"
-    if isinstance(value, bool):
-        return f"is {_kind(value)}, as YAML reads on, off, yes and no too"
-    if isinstance(value, str):
-        return _text_fault(value, choices, number, kinds)
-    if isinstance(value, (int, float)) and number:
-        if isinstance(value, float) and not math.isfinite(value):
-            return "is not a finite number"
-        if isinstance(value, float) and number["type"] == "integer":
-            return "is not a whole number" + (f": write {int(value)}" if value.is_integer() else "")
-        return "is out of range"
-    quotes = "string" in kinds and not isinstance(value, (Mapping, list, tuple))
-    return f"is {_kind(value)}" + (": put it in quotes" if quotes else "")
-
-
-def _text_fault(value: str, choices: Sequence[str], number: Mapping[str, Any] | None, kinds: set[str]) -> str:
-    meant = _number_in(value) if number else None
-    if number and meant is not None and (number["type"] == "number" or isinstance(meant, int)):
-        if re.fullmatch(r"[-+]?[0-9]+(\.[0-9]+)?", value):
-            return f"is text, not a number: write {meant} without quotes"
-        return f"is text, not a number (YAML reads {value} as text): write {meant}"
-    if "boolean" in kinds and value.lower() in ("true", "false"):
-        return f"is text: write {value.lower()} without quotes"
-    if "string" in kinds:
-        return "is not valid Unicode" if value else "is empty"
-    near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.5)
-    if near:
-        return f"is not known, did you mean {near[0]}?"
-    return "is not known" if choices else "is text"
-
-
-def _number_in(text: str) -> int | float | None:
-    """The number a person meant by `text` (``8``, ``1e6``, ``128K``), whole where it can be."""
-    count = _token_count(text)
-    if isinstance(count, int):
-        return count
-    if re.fullmatch(r"[-+]?[0-9]{1,18}", text):
-        return int(text)
-    if not re.fullmatch(r"[-+]?[0-9]{1,18}(\.[0-9]*)?([eE][-+]?[0-9]{1,2})?", text):
-        return None
-    value = float(text)
-    return int(value) if value.is_integer() else value
-
-
-def _kind(value: object) -> str:
-    names = ((bool, "a yes/no value"), (str, "text"), (int, "a number"), (float, "a number"), (Mapping, "a mapping"))
-    known = next((name for kind, name in names if isinstance(value, kind)), None)
-    return known or ("a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}")
-
-
-def _show(value: object) -> str:
-    """`value` as YAML would write it, short and on one line."""
-    if isinstance(value, str):
-        text = json.dumps(value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + "...", ensure_ascii=False)
-        return text.encode("utf-8", "backslashreplace").decode()
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    try:
-        return " ".join(reprlib.repr(value).split())
-    except ValueError:  # an int of more digits than Python agrees to print
-        return "the value"

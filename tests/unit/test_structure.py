@@ -14,6 +14,8 @@ FILES = sorted((ROOT / "helix").rglob("*.py")) + sorted((ROOT / "model_zoo").glo
 # Lowest first; a module imports only from its own part and from those above it here.
 ORDER = (
     ("helix.errors",),
+    ("helix.config_faults",),
+    ("helix.config_yaml",),
     ("helix.model_spec",),
     ("helix.config", "helix.layout", "helix.options"),
     ("helix.cost",),
