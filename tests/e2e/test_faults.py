@@ -145,8 +145,7 @@ def test_the_ranks_end_with_the_process_that_started_them(
     ("fault", "words"),
     [
         ("load:raise", "rank 1 raised RuntimeError: injected"),
-        # The same exit as in a step, and rank 0 hears of it as it does of the error above.
-        pytest.param("load:exit0", "rank 1 exited", marks=pytest.mark.slow),
+        ("load:exit0", "rank 1 exited"),
         ("load:hang", "rank 1 "),
         ("step:raise", "rank 1 raised RuntimeError: injected"),
         ("step:hang", "rank 1 "),

@@ -14,27 +14,22 @@ from tests.ranks import RankPool
 from tests.tiny import FAMILIES, TinyModels, prompt
 
 PAGE_TOKENS = 4
-# More than the widest layout's row of pages, and past the 32 positions after which the rope of llama_dynamic changes.
-NUM_TOKENS = 30
+NUM_TOKENS = 48
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (1, 2), (2, 2), (3, 2)]
 
 # Latent attention and experts have their own lists (test_mla_parity, test_moe_parity); here they meet TPF = N.
 SHORT = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe", "deepseek_v2_moe", "deepseek_v3_moe")
 SHORT_LAYOUTS = [(1, 1), (3, 1), (2, 2)]
 
-# Six ranks cut their heads as they cut llama's; what else these families have, they show on fewer.
-SLOW_ON_SIX = ("llama_bias", "llama_dynamic", "qwen3")
 
-
-def legal_cases() -> list[Any]:
+def legal_cases() -> list[tuple[str, int, int]]:
     """(family, kvp, tpa) of every layout that the family's heads allow."""
     cases = []
     for family, config in FAMILIES.items():
         spec = spec_from_config(config().to_dict())
         for kvp, tpa in SHORT_LAYOUTS if family in SHORT else LAYOUTS:
             if layout_problem(spec, Layout(kvp=kvp, tpa=tpa, tpf=kvp * tpa)) is None:
-                slow = kvp * tpa == 6 and family in SLOW_ON_SIX
-                cases.append(pytest.param(family, kvp, tpa, marks=pytest.mark.slow if slow else ()))
+                cases.append((family, kvp, tpa))
     return cases
 
 
