@@ -217,14 +217,23 @@ class Engine:
     def warm_up(self) -> None:
         """Run once what later steps need made: kernels are compiled, and decode steps of every size captured.
 
-        Without it the first request of each size waits for that. A fraction of a second a size on a GPU.
+        Without it the first request of each size, and the first prompts beside running requests, wait for that. On a
+        GPU a fraction of a second a size, and once a machine half a minute more, since compiled kernels are kept on
+        disk.
         """
         runner = self._core.runner
-        sizes = (1,) if runner.mode == "eager" else runner.buckets
-        for size in sizes:
+        eager = runner.mode == "eager"
+        for size in (1,) if eager else runner.buckets:
             for temperature in (0.0, 1.0):
                 params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
                 self.generate([[0]] * size, params)
+        if eager and runner.mesh.device.type == "cpu":
+            return
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        chunk, longest = self.config.engine.prefill_chunk, self.max_context - params.max_tokens
+        for number, lengths in enumerate(prompts_of_every_size(chunk, longest, runner.buckets)):
+            # Tokens of its own, so that nothing is found in the cache.
+            self.generate([[number % self.spec.vocab_size] * length for length in lengths], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Pieces of one generation as they come. Leaving the loop early and closing the stream cancels it."""
@@ -479,6 +488,18 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if prompts and isinstance(prompts[0], (int, Mapping)):
         return [prompts]
     return list(prompts)
+
+
+def prompts_of_every_size(chunk: int, longest: int, buckets: Sequence[int]) -> Iterator[list[int]]:
+    """Lengths of prompts to run together, such that steps of prompts meet every way in which they are cut.
+
+    Kernels are cut by the tokens of a step and by the tokens that a sequence has on average. So: a prompt of each power
+    of two up to `chunk` alone, and one of several chunks beside every number of running requests.
+    """
+    for exponent in range(1, chunk.bit_length()):
+        yield [min(1 << exponent, longest)]
+    for size in buckets:
+        yield [1] * (size - 1) + [min(3 * chunk, longest)]
 
 
 def _params_for(prompts: Sequence[Prompt], params: Any) -> list[SamplingParams]:

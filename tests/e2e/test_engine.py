@@ -172,11 +172,15 @@ def test_warming_up_runs_decode_steps_of_every_size(tiny: TinyModels) -> None:
     with (
         mock.patch.object(build, "choose_mode", return_value="static"),
         mock.patch.object(Runner, "_decode", autospec=True, side_effect=Runner._decode) as decode,
-        make_engine(tiny.path("smollm"), max_batch=6) as engine,
+        mock.patch.object(Runner, "run", autospec=True, side_effect=Runner.run) as steps,
+        make_engine(tiny.path("smollm"), max_batch=6, prefill_chunk=16) as engine,
     ):
         engine.warm_up()
+        plans = [plan for (_, plan, *_), _ in steps.call_args_list]
         seen = {(len(batch.counts_S), choice) for (_, batch, choice), _ in decode.call_args_list}
         assert seen == {(size, choice) for size in (1, 2, 4, 6) for choice in ("best", "drawn")}
+        prompts = {(len(plan.items), plan.num_tokens) for plan in plans if any(one.count > 1 for one in plan.items)}
+        assert prompts >= {(1, count) for count in (2, 4, 8, 16)} | {(size, 16) for size in (2, 4, 6)}
         assert engine.num_free_rows == 64
 
 
