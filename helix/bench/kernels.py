@@ -228,7 +228,7 @@ def check_attention(inputs: AttentionInputs, out_THV: Tensor, lse_TH: Tensor) ->
         inputs.visible_len_T[:last],
         inputs.scale,
     )
-    out_error = _error(out_THV[:last], want_out)
+    out_error = relative_error(out_THV[:last], want_out)
     lse_error = float((lse_TH[:last] - want_lse).abs().max())
     if not (out_error < 5e-3 and lse_error < 1e-3):
         raise AssertionError(f"attend is off: out by {out_error:.2e} of its norm, lse by {lse_error:.2e}")
@@ -296,7 +296,7 @@ def measure_exchange_local(
     merged = torch.full((tokens, part_heads, width), torch.nan, dtype=torch.bfloat16, device=device)
     merge_peers(addresses[0], layout, merged)
     want, _ = merge_twin(out_YZTHD[0, :, :, :part_heads].float(), lse_YZTH[0, :, :, :part_heads])
-    error = _error(merged, want)
+    error = relative_error(merged, want)
     if not error < 5e-3:
         raise AssertionError(f"the merge is off by {error:.2e} of its norm")
 
@@ -406,12 +406,21 @@ def bench_kernels(wanted: str | None = None) -> KernelReport:
     Raises: ConfigError where there is no such family.
     """
     # Beside this module, whose clock they use.
-    from helix.bench.fp8 import bench_experts, bench_linear
+    from helix.bench import fp8, products
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     grid = GRID if on_gpu else CPU_GRID
-    others = {_EXCHANGE: bench_exchange, "linear_fp8": bench_linear, "experts_fp8": bench_experts} if on_gpu else {}
+    others: dict[str, Callable[[torch.device], Iterator[dict[str, Any]]]] = {
+        _EXCHANGE: bench_exchange,
+        "linear": products.bench_linear,
+        "experts": products.bench_experts,
+        "router": products.bench_router,
+        "linear_fp8": fp8.bench_linear,
+        "experts_fp8": fp8.bench_experts,
+    }
+    if not on_gpu:
+        others = {}
     families = [name for name in (*grid, *others) if wanted is None or wanted in name]
     if not families:
         raise ConfigError(f"--families {wanted!r} is in none of: {'; '.join((*grid, *others))}")
@@ -469,5 +478,6 @@ def _row(record: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """How far `got` is from `want`, as a share of its norm."""
     return float((got.double() - want.double()).norm() / want.double().norm())

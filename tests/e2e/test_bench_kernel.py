@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from helix.bench import kernels
+from helix.bench import kernels, products
 from helix.cli import main
 
 
@@ -49,3 +50,21 @@ def test_floors_are_what_the_shapes_say(grid: dict[str, tuple[kernels.AttentionS
             compute = shape.flops / kernels.H200.flops_per_s
             assert shape.floor_us(kernels.H200) == pytest.approx(1e6 * max(read, compute))
             assert compute > read or shape.num_heads / shape.num_kv_heads < 128
+
+
+def test_products_of_every_kind_are_compared_with_their_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_once(calls: Sequence[Callable[[], object]]) -> tuple[float, float, float]:
+        calls[-1]()
+        return 2.0, 1.0, 3.0
+
+    small = {"time_calls": run_once, "LINEARS": ((64, 32),), "HIDDEN": 32, "WIDTH": 16, "EXPERT_TOKENS": (1, 4)}
+    for name, value in (small | {"_COLD_BYTES": 1 << 14}).items():
+        monkeypatch.setattr(products, name, value)
+    cpu = torch.device("cpu")
+    records = [*products.bench_linear(cpu), *products.bench_experts(cpu), *products.bench_router(cpu)]
+    assert [one["family"] for one in records] == ["linear"] * 3 + ["experts"] * 2 + ["router"] * 6
+    assert all(one["out_error"] < 1e-2 for one in records)
+    assert records[0]["tb_per_s"] == pytest.approx(64 * 32 * 2 / 2.0 / 1e6, abs=1e-3)
+    monkeypatch.setattr(products, "linear", lambda x, weight: torch.full((len(x), len(weight)), torch.nan))
+    with pytest.raises(AssertionError, match="64 x 32, 1 tokens"):
+        next(products.bench_linear(cpu))
